@@ -59,6 +59,12 @@ def _simulated(job: JobSpec, options: dict[str, object]) -> Measurement:
     return simulate(job, **options)  # type: ignore[arg-type]
 
 
+def in_a_process_of_its_own(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function as :func:`on_the_fake_gpu` does, in a new process that ends afterwards."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin) as process:
+        return process.submit(function, *args, **kwargs).result()
+
+
 @cache
 def _process() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_begin)

@@ -43,6 +43,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, PerLayerSpec, lightning
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
@@ -524,8 +525,15 @@ def _whole(draw: Random, engines: Sequence[str]) -> JobSpec:
         batch=batch(draw, one),
         cluster=_of_nodes(cluster(draw), told),
     )
-    made = _all_away(made) if draw.randint(0, 2) == 2 else made
+    made = _with_linear_kernels(_all_away(made) if draw.randint(0, 2) == 2 else made)
     return _stepping_in_backward(made) if made.batch.seq_len % 2 else made  # makes no draw, so that other jobs stay unchanged
+
+
+def _with_linear_kernels(made: JobSpec) -> JobSpec:
+    """The job with linear attention by kernels, for two of three lengths. It makes no draw either."""
+    if made.model.linear is None or made.batch.seq_len % 3 == 0 or not runs_by_kernels(made.model, made.recipe):
+        return made
+    return replace(made, recipe=replace(made.recipe, linear_attention="kernels"))
 
 
 def _stepping_in_backward(made: JobSpec) -> JobSpec:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engines_that_run import STAGES
+from tests.formulas import assert_explained
 from zeroplan import Estimate, estimate, job
 from zeroplan.estimator import replayed_if_tight
 from zeroplan.ledger import Kind, Phase
@@ -17,6 +18,19 @@ def answer(**said: object) -> Estimate:
 
 def construction(found: Estimate) -> int:
     return max(int(moment.total_bytes) for moment in found.moments if moment.phase is Phase.INIT)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"model": "falcon-h1-7b", "gpus": 2, "lora_rank": 8, "lora_targets": "attention,mlp,in_proj"},
+        {"model": "glm-5.2", "gpus": 512},
+    ],
+    ids=["Mamba with a norm, adapters", "layers that share picked keys"],
+)
+def test_lines_of_every_kind_of_layer_are_explained(said: dict[str, object]):
+    """Symbols of formulas contain the kind of the layers."""
+    assert_explained(answer(**said, stage=3))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -22,12 +22,12 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
 from zeroplan.estimator import REPLAYED_MICRO_BATCHES
 from zeroplan.ledger import Among, Collective, Kind, Phase, total_bytes
-from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay, trace_of
 from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
 from zeroplan.saved_runs.snapshot import save_requests
 from zeroplan.snapshots.reading import read_snapshot
+from zeroplan.spec.hardware import SETTINGS
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp1Options, Fsdp2Options
 from zeroplan.units import GIB, MIB
 

@@ -5,8 +5,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from zeroplan import Kind, Line, Moment, Phase, RecipeSpec, weights
+from zeroplan import Kind, Line, Moment, Phase, RecipeSpec, estimate, job, weights
 from zeroplan.engines.reserved_shares import Shares, shares_of
+from zeroplan.ledger import Role, Tag
 from zeroplan.timeline import Sizes, expected_bytes, measured_from, own_pools, peak, reserved, sizes_of, under_pressure
 from zeroplan.trace import Entry, Inside, highest_of
 from zeroplan.weights import POOLS
@@ -43,6 +44,16 @@ def test_fsdp2_makes_what_goes_into_a_reduction_where_it_computes_and_what_comes
     )
     assert sizes_of(moments, FSDP2).streams == 8 + 5 + 3
     assert sizes_of(moments, RecipeSpec(engine="deepspeed")).streams == 10 + 5 + 2
+
+
+def test_one_rank_of_fsdp2_casts_parameters_on_the_compute_stream():
+    """Compute 11 (6+5), not 9 and 5 apart: it gathers nothing, and ``wait_for_unshard`` runs on the current stream."""
+    cast = Line(Kind.GATHER, 5, "cast", tag=Tag(Role.COPIED_OUT))
+    unsharding = Moment("unsharding", Phase.FORWARD, (Line(Kind.PARAMETERS, 6, "parameters"), cast))
+    assert sizes_of((unsharding, moment("computing", PARAMETERS=6, ACTIVATIONS=3)), FSDP2).streams == 11
+    alone, two = (estimate(job(model="gpt2", gpus=gpus, engine="fsdp2", stage=3)) for gpus in (1, 2))
+    copied = [{line.tag.role for moment in one.moments for line in moment.lines if line.n_bytes} for one in (alone, two)]
+    assert [Role.COPIED_OUT in roles for roles in copied] == [True, False]
 
 
 @pytest.mark.parametrize(

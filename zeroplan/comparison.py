@@ -7,8 +7,8 @@ from typing import NamedTuple
 from zeroplan.engines.precisions import compute_of
 from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Band, Kind, Line, Moment, OffGpu, Phase, Tag, bytes_by_kind, total_bytes
-from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, Measurement, OnCardMeasured, StepMeasured, Tensors
-from zeroplan.spec.hardware import Kernels
+from zeroplan.measurement import AllocatorMeasured, Measurement, OnCardMeasured, StepMeasured, Tensors
+from zeroplan.spec.hardware import AllocatorSettings, Kernels
 from zeroplan.spec.recipe import Loss
 from zeroplan.timeline import Sizes, reserved, sizes_of
 from zeroplan.transformer.blocks import Compute

@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, cast
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
-from zeroplan.engines.deep_ep import expert_buffers
 from zeroplan.engines.device import Outside, outside, reserved_as_seen, total_band, workspace_lines
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.precisions import compute_of, widths
@@ -15,12 +14,12 @@ from zeroplan.engines.reserved_shares import with_missed
 from zeroplan.engines.userbuffers import overlap_buffers
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Band, Kind, Line, Moment, Phase, Role, bytes_by_kind, total_bytes
-from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.memo import recalled
 from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.hardware import node_size
+from zeroplan.spec.hardware import SETTINGS, AllocatorSettings, node_size
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.linear_kernels import PACKAGES
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
@@ -428,7 +427,15 @@ def needed(job: JobSpec, batch: Batch) -> Needed:
 
 
 def _outside(job: JobSpec) -> tuple[Outside, ...]:
-    return (*outside(job.mesh, job.cluster.gpu), *expert_buffers(job), *overlap_buffers(job))
+    return (*outside(job.mesh, job.cluster.gpu), *_of_experts(job), *overlap_buffers(job))
+
+
+def _of_experts(job: JobSpec) -> tuple[Outside, ...]:
+    if job.model.moe is None:
+        return ()
+    from zeroplan.engines.deep_ep import expert_buffers  # noqa: PLC0415  only experts pay for it
+
+    return expert_buffers(job)
 
 
 def needed_by(account: Account, job: JobSpec) -> Needed:
@@ -593,11 +600,13 @@ def _linear_attention(job: JobSpec) -> tuple[str, ...]:
         return ()
     if job.model.family == "minimax":
         return _lightning_attention(job)
+    what, packages = "Mamba-2" if job.model.layer_pattern else "linear attention", PACKAGES.get(job.model.family)
+    if job.recipe.linear_attention == "kernels":
+        return (f"{what} is counted as the code of {packages} allocates; no run on a GPU has confirmed it",)
     if job.model.family == "kimi_linear":
         return (_KIMI_DELTA,)
-    kernels = "mamba_ssm and causal-conv1d" if job.model.layer_pattern else "flash-linear-attention and causal-conv1d"
-    what = "Mamba-2" if job.model.layer_pattern else "linear attention"
-    return (f"{what} is counted as transformers' own PyTorch code runs it; with {kernels} installed it keeps less",)
+    others = packages or "mamba_ssm and causal-conv1d"
+    return (f"{what} is counted as transformers' own PyTorch code runs it; with {others} installed it keeps less",)
 
 
 def _lightning_attention(job: JobSpec) -> tuple[str, ...]:

@@ -100,6 +100,8 @@ class Role(StrEnum):
     """Held only by a local variable of the model's forward, until the forward returns."""
     BATCH = "batch"
     """Token ids and positions."""
+    COPIED_OUT = "copied out"
+    """A parameter's cast or copy, on the compute stream; other gathers are on a stream of their own."""
     LABELS = "labels"
     """Labels as the loss prepares them."""
     UNTIL_NEXT_STEP = "until the next step"

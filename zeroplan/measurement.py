@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
-from zeroplan.spec.hardware import Kernels
+from zeroplan.spec.hardware import AllocatorSettings, Kernels
 from zeroplan.spec.job import JobSpec
 
 SCHEMA_VERSION = 1
@@ -16,8 +16,6 @@ SCHEMA_VERSION = 1
 Backend = Literal["simulate", "cpu", "cuda"]
 Tensors = Literal["fake", "cpu", "cuda"]
 ProcessGroup = Literal["fake", "gloo", "nccl", "none"]
-AllocatorSettings = Literal["default", "expandable_segments"]
-SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
 
 
 class Environment(Spec):

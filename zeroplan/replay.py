@@ -17,8 +17,8 @@ from zeroplan.engines.requests import requests_of
 from zeroplan.engines.requests.log import Call, Log, Request, Starts
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Band, Phase
-from zeroplan.measurement import AllocatorSettings
 from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
+from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.job import JobSpec
 from zeroplan.timeline import own_pools
 from zeroplan.units import MIB

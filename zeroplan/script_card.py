@@ -3,8 +3,9 @@
 from typing import Annotated, Literal
 
 from zeroplan.errors import SpecError
-from zeroplan.measurement import AllocatorSettings, CardMeasured, Environment, PhaseMeasured, StepMeasured
+from zeroplan.measurement import CardMeasured, Environment, PhaseMeasured, StepMeasured
 from zeroplan.spec.base import Count, CountOrZero, Range, Spec
+from zeroplan.spec.hardware import AllocatorSettings
 
 SCHEMA_VERSION = 1
 

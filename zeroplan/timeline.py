@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
-from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
-from zeroplan.measurement import AllocatorSettings
+from zeroplan.ledger import Band, Kind, Moment, Phase, Role, bytes_by_kind
 from zeroplan.numeric import Int, maximum, minimum
+from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments
 from zeroplan.weights import ONE_POOL, Pools
@@ -87,6 +87,9 @@ def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
             by_kind[kind].append(n_bytes)
             pool = own.get(kind, 0)
             pools[pool] = pools.get(pool, 0) + n_bytes
+        if own.get(Kind.GATHER) and Kind.GATHER in kinds:
+            copied = sum((line.n_bytes for line in moment.lines if line.tag.role is Role.COPIED_OUT), start=0)
+            pools[own[Kind.GATHER]], pools[0] = pools[own[Kind.GATHER]] - copied, pools.get(0, 0) + copied
         for pool, n_bytes in pools.items():
             by_pool[pool].append(n_bytes)
     in_pools = sum((maximum(0, *found) for found in by_pool.values()), start=0)

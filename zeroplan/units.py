@@ -4,10 +4,12 @@ A unit is a plain number: multiply it in, divide it out. GB is 10^9 bytes and Gi
 """
 
 import re
-from decimal import Decimal, InvalidOperation
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.errors import SpecError
+
+if TYPE_CHECKING:
+    from decimal import Decimal
 
 KB, MB, GB, TB = 10**3, 10**6, 10**9, 10**12
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
@@ -77,16 +79,21 @@ def _parse(
         raise SpecError(f"{what} {text!r} is not a decimal number; write {int(text, 16):,}")
     if match is None or match[2].lower() not in suffixes:
         raise SpecError(f"{what} {text!r} is not a number zeroplan reads; write {examples}")
-    try:
-        value = Decimal(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
-    except InvalidOperation:  # pragma: no cover  the pattern admits only decimals
-        raise SpecError(f"{what} {text!r} is not a number; write {examples}") from None
+    value = _exact(match[1].replace("_", "").replace(",", "")) * suffixes[match[2].lower()]
     if value < least or value > most:
         largest = "1e18" if most == _LARGEST else f"{most:,}"
         raise SpecError(f"{what} {text!r} is out of range; write a number from {least} to {largest}, like {examples}")
-    if value != value.to_integral_value() and not rounded:
+    if value != round(value) and not rounded:
         raise SpecError(f"{what} {text!r} is not a whole number; write {examples}")
-    return int(value.to_integral_value())
+    return round(value)
+
+
+def _exact(number: str) -> "int | Decimal":
+    if number.isdigit() and len(number) < len(str(_LARGEST)):
+        return int(number)
+    from decimal import Decimal  # noqa: PLC0415  keeps start-up fast
+
+    return Decimal(number)
 
 
 def format_gb(n_bytes: int) -> str:

@@ -15,8 +15,8 @@ from tests.properties.columns import at_place, grid_of
 from zeroplan import estimate
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Phase, bytes_by_kind
-from zeroplan.measurement import AllocatorSettings
 from zeroplan.spec.base import read
+from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.job import JobSpec
 
 if TYPE_CHECKING:

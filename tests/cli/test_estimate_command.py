@@ -468,6 +468,17 @@ def test_an_answer_imports_no_other_command_and_no_other_engine():
     assert not {"profiled", "split", "ring", "adapted", "frozen", "dispatched", "routed", "latent"} & families
 
 
+def test_an_answer_in_words_imports_nothing_that_only_other_jobs_need():
+    code = (
+        "import sys\nfrom zeroplan.cli.app import main\ntry:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    command = (sys.executable, "-c", code, "estimate", "--model", "llama-3.1-8b", "--gpus", "8")
+    loaded = set(subprocess.run(command, capture_output=True, text=True, check=True).stderr.split())
+    rare = ("remedies", "measurement", "catalog.towers", "catalog.diffusion", "engines.deep_ep", "resolve.targets")
+    assert not ({f"zeroplan.{name}" for name in rare} | {"json", "decimal"}) & loaded
+
+
 def test_importing_the_library_loads_neither_numpy_nor_typer():
     code = f"import sys, zeroplan\nprint(sorted({{*{HEAVY}, 'typer'}} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

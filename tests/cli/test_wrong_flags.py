@@ -27,7 +27,9 @@ from zeroplan.synonyms import _ELSEWHERE, _OURS
         (("--gpus", "8xH100"), "write --gpus 8 --gpu H100"),
         (("--seq-len", "4k"), "may mean 4,000 tokens or 4,096; write the number"),
         (("--seqlen", "4096"), "(Possible options: "),
-        (("--objective", "cost"), "No such option: --objective; `zeroplan"),  # a flag of another command
+        (("--objective", "cost"), "No such option: --objective; `zeroplan plan` has --objective;"),
+        (("--global-batch-size", "8"), "here it is the product of --micro-batch, --grad-accum and the data-parallel ranks; "),
+        (("--global-batch", "8"), "`zeroplan plan` has --global-batch;"),
     ],
 )
 def test_a_wrong_flag_is_answered_with_the_right_one(run: Run, wrong: tuple[str, ...], says: str):

@@ -19,13 +19,14 @@ from tests.on_gpus import gpu_records
 from zeroplan.engines import replayed_shares
 from zeroplan.engines.replayed_shares import Beyond, Held
 from zeroplan.engines.requests import not_written
-from zeroplan.measurement import SETTINGS
 from zeroplan.replay import StepReplay
+from zeroplan.spec.hardware import SETTINGS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from zeroplan.measurement import AllocatorSettings, Measurement
+    from zeroplan.measurement import Measurement
+    from zeroplan.spec.hardware import AllocatorSettings
     from zeroplan.spec.job import JobSpec
 
 _FILE = Path(replayed_shares.__file__)

@@ -18,14 +18,15 @@ from zeroplan import estimate
 from zeroplan.comparison import moments_as_run, moments_in_replay, stage_of
 from zeroplan.engines import reserved_shares
 from zeroplan.engines.reserved_shares import Pressed, Shares, measured_stage, shares_of
-from zeroplan.measurement import SETTINGS
+from zeroplan.spec.hardware import SETTINGS
 from zeroplan.timeline import Sizes, band_of, measured_from, sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from zeroplan.ledger import Band
-    from zeroplan.measurement import AllocatorSettings, Measurement
+    from zeroplan.measurement import Measurement
+    from zeroplan.spec.hardware import AllocatorSettings
     from zeroplan.spec.job import JobSpec
 
 #: All whose requests were replayed. The jobs of ``rooms.jsonl`` are the first ones of a draw like those of the matrix.

@@ -19,7 +19,7 @@ from zeroplan.units import GIB
 
 if TYPE_CHECKING:
     from zeroplan.estimator import Estimate
-    from zeroplan.measurement import AllocatorSettings
+    from zeroplan.spec.hardware import AllocatorSettings
     from zeroplan.spec.job import JobSpec
 
 KEPT = Path(__file__).parents[1] / "golden" / "reserved.toml"

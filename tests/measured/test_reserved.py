@@ -10,8 +10,8 @@ from tests.measured import reserved, stored
 from zeroplan import estimate
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.reserved_shares import pressed_of, shares_of
-from zeroplan.measurement import SETTINGS, AllocatorSettings
 from zeroplan.resolve import job
+from zeroplan.spec.hardware import SETTINGS, AllocatorSettings
 from zeroplan.spec.recipe import RecipeSpec
 
 ENGINES = ("ddp", "fsdp2", "deepspeed")

@@ -13,6 +13,10 @@ from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.model import ModelSpec
 
 EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
+_OF_PRIME_RL: dict[str, Any] = {
+    "model": "qwen3-30b-a3b", "fused_kernels": "prime-rl-experts", "lora_rank": 8, "lora_runs": 4, "lora_base": "fp32",
+    "lora_learning": 1,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -107,8 +111,13 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"lora_rank": 8, "lora_runs": 4, "engine": "ddp", "stage": 0}, "adapters of several runs .* and engine 'ddp' is not"),
         (
             {"lora_rank": 8, "lora_runs": 4, "lora_base": "fp32", "model": "qwen3-30b-a3b"},
-            "and a qwen3_moe model is not modelled yet; use a dense model",
+            "and a qwen3_moe model is not modelled yet; use fused_kernels 'prime-rl-experts'",
         ),
+        ({**_OF_PRIME_RL, "lora_runs": 0, "lora_learning": None}, "with peft's adapters is not modelled; use runs, prime-rl's"),
+        ({**_OF_PRIME_RL, "lora_learning": 2}, "experts of which several adapters learn is not modelled yet; use learning 1"),
+        ({**_OF_PRIME_RL, "lora_looped": True}, "experts one after the other is not modelled yet; use looped false"),
+        ({**_OF_PRIME_RL, "lora_targets": "mlp"}, "single layers beside experts is not modelled yet; use targets 'all-linear'"),
+        ({"fused_kernels": "prime-rl-experts"}, "with a llama model is not modelled; use one of qwen3_moe, glm4_moe"),
         (
             {"lora_rank": 8, "lora_runs": 4, "lora_base": "fp32", "tensor_parallel": 2},
             "and ranks that split the model is not modelled yet; use data-parallel ranks",
@@ -118,6 +127,18 @@ EIGHT_B: dict[str, Any] = {"model": "llama-3.1-8b", "gpus": 8}
         ({"lora_rank": 8, "lora_runs": 2, "lora_learning": 3}, "learning=3 is more than the 2 adapters"),
         ({"lora_runs": 4}, "--lora-runs 4 needs the adapters' rank"),
         ({"lora_base": "fp32"}, "--lora-base fp32 needs the adapters' rank"),
+        ({"dora": "peft"}, "--dora peft needs the adapters' rank"),
+        (
+            {"lora_rank": 8, "dora": "peft", "engine": "fsdp1"},
+            "DoRA and engine 'fsdp1' is not modelled yet; use engine 'ddp' or",
+        ),
+        ({"lora_rank": 8, "dora": "peft", "tensor_parallel": 2}, "DoRA and ranks that split the model is not modelled"),
+        ({"lora_rank": 8, "dora": "peft", "model": "qwen3-30b-a3b"}, "DoRA and adapters of all experts of a layer is not"),
+        ({"lora_rank": 8, "dora": "peft", "lora_targets": "lm_head"}, "DoRA and an adapter of the head is not modelled"),
+        (
+            {"lora_rank": 8, "dora": "peft", "quantize": "nf4", "upcast": "none", "engine": "ddp", "stage": 0},
+            "DoRA and weights in four bits under autocast is not modelled yet; use upcast 'norms', which takes as much",
+        ),
         ({"lora_rank": 8, "quantize": "gptq", "engine": "fsdp1"}, "kernels compute in fp16 is not modelled"),
         ({"lora_rank": 8, "quantize": "gptq"}, "GPTQ's weights and engine 'fsdp2' is not modelled"),
         ({"lora_rank": 8, "group_size": 0}, "group_size=0 is no number of weights"),

@@ -38,7 +38,7 @@ from zeroplan.spec.family import (
 )
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.tags import SCRATCH
@@ -401,6 +401,9 @@ def too_high(case: Case) -> tuple[int, int]:
     fp32 bias to 16 bits in its layer's first forward.
     """
     narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
+    if LINEAR_KERNELS in case.compute.fused and case.compute.autocast and case.spec.adapter is None:
+        convolved = [one for one in case.layers.parameters if one.autocast and "conv1d" in one.name]
+        narrowed += 2 * sum(one.numel for one in convolved)  # the kernel reads them in fp32
     if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
         return narrowed, 0
     viewed = ("weight",) if case.spec.family == "falcon" else ("conv1d.weight", "conv.conv.weight")
@@ -408,12 +411,17 @@ def too_high(case: Case) -> tuple[int, int]:
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
     hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size
-    return views, hidden if case.spec.family in ("olmo2", "olmo3") else 0
+    return views + narrowed, hidden if case.spec.family in ("olmo2", "olmo3") else 0
 
 
 def differences(case: Case) -> tuple[int, ...]:
     """Return run minus estimate wherever they differ by more than the saved random state; empty if they agree. [bytes]"""
-    more = [run - said for run, said in zip(run_of(case), said_of(case), strict=True)]
+    return differences_from(run_of(case), case)
+
+
+def differences_from(measured: BlockRun, case: Case) -> tuple[int, ...]:
+    """Return the same for a run that was measured before. [bytes]"""
+    more = [run - said for run, said in zip(measured, said_of(case), strict=True)]
     forward, backward = too_high(case)
     if case.compute.padded:  # the last block with a mask of the tokens frees it
         backward += 8 * case.size.micro_batch_size * case.size.seq_len

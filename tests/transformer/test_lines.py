@@ -35,6 +35,8 @@ from zeroplan.transformer.parameters import KINDS_IN_TURN
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from zeroplan.spec.recipe import Recompute
+
 COMPUTES = [
     Compute(element_bytes, autocast, attention)
     for element_bytes, autocast in ((2, False), (4, False), (2, True))
@@ -170,6 +172,23 @@ def test_a_column_of_which_some_sequences_are_one_chunk_is_as_high_as_its_points
         assert np.asarray(total_bytes(whole.saved))[at] == total_bytes(point.saved)
         highest = max(np.broadcast_to(total_bytes(one.lines), (2,))[at] for one in whole.points)
         assert highest == max(total_bytes(one.lines) for one in point.points)
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "recompute"),
+    [("qwen3_next", "linear", "full"), ("qwen3_next", "linear", "selective"), ("mistral", "dense", "none")],
+)
+def test_a_column_with_offloaded_activations_is_its_points(family: str, kind: str, recompute: Recompute) -> None:
+    """The column contains batches with another graph: of one chunk, or of sequences within the window."""
+    model = replace(spec(family), sliding_window=CHUNK + 1 if family == "mistral" else None)
+    sizes = [(1, CHUNK), (3, CHUNK + 1)]
+    compute = COMPUTES[0]._replace(offloaded=True, recompute=recompute)
+    column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
+    points = [BatchSpec(micro_batch_size=b, seq_len=s) for b, s in sizes]
+    whole, *parts = (block_pass(model, kind, compute, batch) for batch in (column, *points))
+    of_all, *of_parts = ([one.kept(recompute), one.entered, one.away, one.checkpoint_in_backward] for one in (whole, *parts))
+    assert_columns(of_all, of_parts)
+    assert all(one.away for one in parts)
 
 
 def assert_columns(whole: list[tuple[Line, ...]], parts: list[list[tuple[Line, ...]]]) -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.formulas import WITHOUT_FORMULA, evaluate
-from zeroplan import BatchSpec, ModelSpec
+from zeroplan import BatchSpec, ModelSpec, estimate, job
 from zeroplan.ledger import total_bytes
 from zeroplan.spec.recipe import LogProbs
 from zeroplan.transformer.blocks import Compute, HeadPass
@@ -102,6 +102,25 @@ def test_prime_rls_fused_head_by_hand():
     most = max(total_bytes(tuple(line for line in one.lines if line.reason not in before)) for one in found.points)
     beside = 2 * TOKENS * HIDDEN
     assert most == 2 * weight + beside + max(22 * piece, 16 * piece + beside) + 24 * TOKENS
+
+
+def test_verls_head_in_triton_by_hand():
+    """One piece of the forward's columns, and two of the backward's, whose width does not depend on the vocabulary. Read."""
+    found, rows = head("log-probs", BF16._replace(log_probs="kernels")), (8 + 20) * TOKENS
+    before = {line.reason for line in found.saved}
+    most = max(total_bytes(tuple(line for line in one.lines if line.reason not in before)) for one in found.points)
+    assert most == rows + 2 * HIDDEN * VOCAB + 2 * 2 * 9504 * TOKENS + 2 * 2 * TOKENS * HIDDEN
+
+
+@pytest.mark.parametrize("how", ["in place", "compiled"])
+def test_logits_that_loss_and_loop_hold_count_once(how: str):
+    """In verl, sums of squared probabilities have a graph of their own, which holds the logits until the next micro-batch."""
+    said = {"loss": "log-probs", "log_probs": how} if how == "in place" else {"fused_kernels": "compiled-loss"}
+    for kept in (False, True):
+        asked = job(model=MODEL, gpus=2, engine="fsdp2", stage=3, precision="bf16", seq_len=40, keep_logits=kept, **said)
+        moments = {one.name: [line.reason for line in one.lines].count("logits") for one in estimate(asked).engine_moments}
+        assert moments["backward of the loss" if how == "compiled" else "backward of the log-probabilities"] == 1
+        assert moments["backward of block 2 of 2: down projection"] == kept
 
 
 @pytest.mark.parametrize(("how", "rows", "gradients"), [("in place", 8, 0), ("entropy", 24, 2)])

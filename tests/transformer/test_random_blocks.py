@@ -87,6 +87,15 @@ def test_blocks_on_a_gpu_with_few_kernels(family: str, number: int) -> None:
     assert on_the_fake_gpu(differences, case) == (), case
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "granitemoe", "olmoe", "gpt_oss"] if every_case() else ["mixtral"])
+@pytest.mark.parametrize("number", range(10) if every_case() else [5])
+def test_frozen_experts_on_a_gpu_with_few_kernels(family: str, number: int) -> None:
+    """The product of experts in transformers saves its input, and makes the gradient of weights that get none."""
+    case = on_an_old_gpu(Random(f"{family} {number}"), family)  # noqa: S311  draws tests
+    case = case._replace(spec=replace(case.spec, adapter=AdapterSpec(rank=4, targets="attention")))
+    assert on_the_fake_gpu(differences, case) == (), case
+
+
 @pytest.mark.parametrize("number", range(30 if every_case() else 6))
 def test_blocks_that_take_the_keys_picked_below(number: int) -> None:
     """In GLM-5.2 the last layer of each period picks keys, and the others take them."""

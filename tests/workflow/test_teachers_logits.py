@@ -78,6 +78,19 @@ def eaft(student: Tensor, _teacher: Tensor) -> tuple[Tensor, object]:
     return (lost * entropy / 3).mean(), None
 
 
+def weighted(student: Tensor, _teacher: Tensor) -> tuple[Tensor, object]:
+    """Axolotl 0.17, monkeypatch/loss/eaft.py: eaft_loss of one sequence in the fp32 logits that accelerate returns."""
+    labels = torch.zeros(TOKENS, dtype=torch.long)
+    shifted = student[None, :-1].contiguous().view(-1, WORDS)
+    counts = labels[1:] != -100
+    with torch.no_grad():
+        best, _ = torch.topk(shifted[counts].float(), k=20, dim=-1)
+        shares = functional.softmax(best, dim=-1)
+        entropy = -(shares * torch.log(shares + 1e-10)).sum(dim=-1)
+    lost = functional.cross_entropy(shifted[counts], labels[1:][counts], reduction="none")
+    return (lost * entropy).mean(), shifted
+
+
 def _of_a_logit(
     loss: Callable[[Tensor, Tensor], tuple[Tensor, object]], dtype: torch.dtype, *, alone: bool
 ) -> tuple[float, float, float]:
@@ -98,6 +111,7 @@ def _of_a_logit(
 CASES = [
     ("jsd", jsd, "bf16"), ("jsd", jsd, "fp32"), ("jsd and sft", jsd_and_sft, "bf16"), ("jsd and sft", jsd_and_sft, "fp32"),
     ("kd", kd, "bf16"), ("asft", asft, "bf16"), ("eaft", eaft, "bf16"), ("eaft", eaft, "fp32"),
+    ("eaft", weighted, "bf16"), ("eaft", weighted, "fp32"),
 ]  # fmt: skip
 
 

@@ -24,7 +24,6 @@ from zeroplan.catalog.config_rest import (
     quantised,
     unknown_keys,
 )
-from zeroplan.catalog.diffusion import diffuser_of, is_diffuser
 from zeroplan.catalog.text import one_line, read_text, shown, strict_json
 from zeroplan.errors import NoFormulasError, SpecError, nearest, unknown_name
 from zeroplan.numeric import ceil_div
@@ -232,12 +231,19 @@ class _Source(NamedTuple):
         return bool(value)
 
 
-def _refuse_other_kinds(config: Config) -> None:
-    """Raise NoFormulasError for anything but a decoder-only transformer, also with --treat-as."""
+def _refuse_diffusers(config: Config) -> None:
+    from zeroplan.catalog.diffusion import diffuser_of, is_diffuser  # noqa: PLC0415  few files need it
+
     if is_diffuser(config):
         raise NoFormulasError(
             f"{diffuser_of(config).class_name} of diffusers has no formulas; `zeroplan profile --config` traces it"
         )
+
+
+def _refuse_other_kinds(config: Config) -> None:
+    """Raise NoFormulasError for anything but a decoder-only transformer, also with --treat-as."""
+    if "_class_name" in config:
+        _refuse_diffusers(config)
     model_type = config.get("model_type")
     kinds = [f"model_type {shown(model_type)} is {kind}" for kind, types in OTHER_KINDS.items() if model_type in types]
     if config.get("is_encoder_decoder") is True:

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 from zeroplan.catalog.config_keys import SAME_AS
 from zeroplan.catalog.text import shown
-from zeroplan.catalog.towers import vision_of
 from zeroplan.errors import NoFormulasError
 from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.vision import VisionSpec
@@ -48,6 +47,8 @@ def text_part(config: Config) -> TextPart:
         return TextPart(config, is_part=False)
     tied = _tied(config, text)
     found = text if tied is None else {**text, "tie_word_embeddings": tied}
+    from zeroplan.catalog.towers import vision_of  # noqa: PLC0415  keeps start-up fast
+
     vision = vision_of(config, text)
     if config.get("model_type") == "mllama":
         return _among_a_llamas(text, vision)

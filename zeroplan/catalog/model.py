@@ -11,7 +11,6 @@ from typing import Annotated
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.entry import read_toml
 from zeroplan.catalog.lookup import Shelf, files, find, normal
-from zeroplan.catalog.towers import vision_of
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
@@ -101,6 +100,8 @@ def tower_beside(name: str, *, extra: Path | None = None) -> VisionSpec | None:
     written = read_toml(find(_SHELF, name, extra=extra), what=_WHAT)
     config = {"model_type": str(written["model_type"]).removesuffix("_text"), "vision_config": written.get("vision_config")}
     text = written["config"]
+    from zeroplan.catalog.towers import vision_of  # noqa: PLC0415  keeps start-up fast
+
     return vision_of(config, text) if isinstance(text, Mapping) else None
 
 

@@ -1,6 +1,5 @@
 """Reads text and JSON files of the user strictly, and prints values in one line."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +60,8 @@ def strict_json(text: str | bytes, where: str, *, written: str = "") -> object:
 
     ``written``: the kind of file, if zeroplan itself writes such files.
     """
+    import json  # noqa: PLC0415  keeps start-up fast
+
     try:
         return json.loads(text, object_pairs_hook=lambda pairs: each_key_once(pairs, where))
     except RecursionError:

@@ -10,11 +10,13 @@ from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse
 from zeroplan.cli.job_flags import takes_a_job
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
-from zeroplan.remedies import Longest, Remedy, in_keys, longest_sentence, longest_sequences, remedies
 from zeroplan.resolve import Resolved
 from zeroplan.units import Unit, unit_named
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from zeroplan.remedies import Longest, Remedy
     from zeroplan.report.checks import Beside
 
 Verbose = Annotated[bool, switch("--verbose", "Also print every kind, pipeline rank, collective and note.", short="-v")]
@@ -64,14 +66,25 @@ def estimate_command(
     in_short = not (verbose or explain or as_json or as_markdown)
     if loop is not None and not in_short:
         resolved = resolved._replace(notes=(loop.says, *resolved.notes))
-    how.show(answer, resolved, in_keys(remedies(answer), resolved.keys), longest)
+    how.show(answer, resolved, _changes(answer, resolved.keys), longest)
     if loop is not None and in_short:
         say(loop.says)
     return NO if check and not (_passes(answer) and (loop is None or loop.fits)) else 0
 
 
-def _longest(resolved: Resolved) -> Longest:
+def _changes(answer: Estimate, keys: "Mapping[str, str]") -> "tuple[Remedy, ...]":
+    """Return changes that make the job fit, if it does not."""
+    if answer.fits is not False:
+        return ()
+    from zeroplan.remedies import in_keys, remedies  # noqa: PLC0415  few jobs need them
+
+    return in_keys(remedies(answer), keys)
+
+
+def _longest(resolved: Resolved) -> "Longest":
     """Return the longest sequences that fit; raises SpecError without a GPU, or with lengths that vary."""
+    from zeroplan.remedies import longest_sequences  # noqa: PLC0415  only this flag pays for it
+
     if resolved.varying is not None:
         raise SpecError("--max-seq is for sequences of one length; leave --lengths out")
     return longest_sequences(resolved.job)
@@ -135,10 +148,9 @@ class _How(NamedTuple):
     as_json: bool
     as_markdown: bool
 
-    def show(self, answer: Estimate, resolved: Resolved, changes: tuple[Remedy, ...], longest: Longest | None) -> None:
+    def show(self, answer: Estimate, resolved: Resolved, changes: "tuple[Remedy, ...]", longest: "Longest | None") -> None:
         """Print the answer."""
-        notes, lengths = resolved.notes, None
-        lines: tuple[str, ...] = () if longest is None else (longest_sentence(longest),)
+        notes, lengths, lines = resolved.notes, None, _in_words(longest)
         if resolved.varying is not None:
             from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
             from zeroplan.step_peaks import step_peaks  # noqa: PLC0415
@@ -155,7 +167,7 @@ class _How(NamedTuple):
             self._show_text(answer, notes, changes, lines)
 
     def _show_text(
-        self, answer: Estimate, notes: tuple[str, ...], changes: tuple[Remedy, ...], lengths: tuple[str, ...]
+        self, answer: Estimate, notes: tuple[str, ...], changes: "tuple[Remedy, ...]", lengths: tuple[str, ...]
     ) -> None:
         from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
@@ -166,6 +178,14 @@ class _How(NamedTuple):
         show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
+def _in_words(longest: "Longest | None") -> tuple[str, ...]:
+    if longest is None:
+        return ()
+    from zeroplan.remedies import longest_sentence  # noqa: PLC0415  only a flag pays for it
+
+    return (longest_sentence(longest),)
+
+
 def _name(answer: Estimate) -> str:
     job = answer.job
     return f"{job.model.name or job.model.family}, {job.recipe.engine}, one of {job.mesh.world_size} GPUs, estimated"
@@ -174,9 +194,9 @@ def _name(answer: Estimate) -> str:
 def _json(
     answer: Estimate,
     notes: tuple[str, ...],
-    changes: tuple[Remedy, ...],
+    changes: "tuple[Remedy, ...]",
     lengths: dict[str, object] | None,
-    longest: Longest | None,
+    longest: "Longest | None",
 ) -> str:
     from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
 

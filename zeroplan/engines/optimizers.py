@@ -40,6 +40,8 @@ class LocalTensor(NamedTuple):
     """Ranks that shard its rows as torch's DTensor does."""
     rows: Int | None = None
     """Rows of all ranks together."""
+    replicas: Int = 1
+    """Groups of these ranks, each with a whole tensor, if torch's DTensor shares work among them (Muon)."""
 
     @property
     def numel(self) -> Int:

@@ -25,11 +25,22 @@ def outside(model: ModelSpec, recipe: RecipeSpec, batch: Batch, *, tp: int = 1, 
         loss=recipe.loss,
         fp32_output=recipe.keep_logits == "fp32",
     )
+    head = _held_once(head) if recipe.keep_logits else head
     if cp == 1:
         return head
     from zeroplan.transformer.context import with_shared_sequences  # noqa: PLC0415  keeps start-up fast
 
     return with_shared_sequences(head, batch, cp)
+
+
+def _held_once(head: HeadPass) -> HeadPass:
+    """Return the memory without logits that the loss keeps and the training loop holds, too: engines add the loop's."""
+
+    def without(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+        return tuple([line for line in lines if not any(line is one for one in head.output)])
+
+    points = tuple([one._replace(lines=without(one.lines), before=without(one.before)) for one in head.points])
+    return head._replace(loss=without(head.loss), points=points)
 
 
 def _in_flight(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:

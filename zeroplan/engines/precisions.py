@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zeroplan.spec.recipe import EVEN, Precision, RecipeSpec
+from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, Precision, RecipeSpec
 from zeroplan.spec.releases import release_of
 from zeroplan.transformer.blocks import Compute
 
@@ -51,6 +51,7 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
     """
     width = widths(recipe.precision)
     autocast = recipe.engine == "ddp" and width.mixed
+    by_kernels = (LINEAR_KERNELS,) if recipe.linear_attention == "kernels" else ()
     gathered = "-gathered" if recipe.fsdp2.float8_all_gather else ""
     return Compute(
         width.compute,
@@ -66,7 +67,7 @@ def compute_of(recipe: RecipeSpec, *, tp: int = 1, ep: int = 1, cp: int = 1) -> 
         recipe.engine == "fsdp2" and width.mixed,
         release_of(recipe.transformers),
         recipe.precision == "fp16-mixed" and recipe.kernels != "cpu",
-        (*recipe.fused_parts, *((f"float8-{recipe.float8_recipe}{gathered}",) if recipe.float8_recipe else ())),
+        (*recipe.fused_parts, *by_kernels, *((f"float8-{recipe.float8_recipe}{gathered}",) if recipe.float8_recipe else ())),
         recipe.imbalance_in_thousandths if ep > 1 else EVEN,
         recipe.prompt_len,
         recipe.log_probs,

@@ -12,7 +12,7 @@ others published are not used; they test the band (``tests/measured/test_reserve
 
 from typing import NamedTuple
 
-from zeroplan.measurement import SETTINGS, AllocatorSettings
+from zeroplan.spec.hardware import SETTINGS, AllocatorSettings
 
 
 class Held(NamedTuple):

@@ -10,6 +10,7 @@ from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.hardware import ClusterSpec, GpuSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -82,6 +83,7 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
 _FLAGS_OF_ADAPTERS = {
     "quantize": "quantize", "dropout": "lora-dropout", "modules_to_save": "modules-to-save", "compute": "lora-compute",
     "base": "lora-base", "runs": "lora-runs", "learning": "lora-learning", "looped": "lora-looped", "upcast": "upcast",
+    "dora": "dora",
     "quantize_experts": "quantize-experts", "group_size": "group-size", "bitsandbytes": "bitsandbytes",
 }  # fmt: skip
 
@@ -119,7 +121,9 @@ def _words(one: Declared, value: object) -> Iterator[str]:
 
 def _recipe(job: JobSpec) -> Iterator[str]:
     yield from ("--engine", job.recipe.engine, "--stage", str(job.recipe.zero_stage))
-    yield from _set(job, RecipeSpec(), leave_out=("engine", "stage"))
+    by_kernels = job.model.linear is not None and runs_by_kernels(job.model, job.recipe)
+    defaults = RecipeSpec(linear_attention="kernels" if by_kernels else "torch")
+    yield from _set(job, defaults, leave_out=("engine", "stage"))
     yield from _options(job.recipe)
 
 

@@ -7,13 +7,13 @@ from zeroplan.ledger import Line
 from zeroplan.remedies import Remedy
 from zeroplan.report.formulas import with_numbers
 from zeroplan.report.words import (
-    NO_CHANGE,
     cells,
     every_note,
     headline,
     is_data_parallel,
     job_lines,
     kinds_by_size,
+    no_change,
     paragraphs,
     per_parameter,
     replay_sentence,
@@ -90,7 +90,7 @@ def _verdict(answer: Estimate, changes: Sequence[Remedy] | None) -> Iterator[str
         yield ""
         yield from (f"- `{one.flags}`: {one.change}; needs {format_size(one.needed_bytes)}{one.how}" for one in changes)
     elif changes is not None and answer.fits is False:
-        yield NO_CHANGE
+        yield no_change()
 
 
 def _communication(answer: Estimate) -> Iterator[str]:

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from zeroplan.engines.account import PipelineRank
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Band, Collective, Kind, Line, Moment
-from zeroplan.measurement import SETTINGS
 from zeroplan.remedies import Longest, Remedy
+from zeroplan.spec.hardware import SETTINGS
 from zeroplan.traffic import Traffic
 
 SCHEMA_VERSION = 1

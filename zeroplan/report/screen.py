@@ -5,25 +5,28 @@ At most 28 lines of 80 columns. The table of the peak and the notes are shortene
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
-from zeroplan.remedies import Remedy
 from zeroplan.report.card import card_rows
 from zeroplan.report.tables import Table
 from zeroplan.report.words import (
-    NO_CHANGE,
     every_note,
     filled,
     headline,
     is_data_parallel,
     job_lines,
     kinds_by_size,
+    no_change,
     plural,
     replay_sentence,
     verdict_sentence,
 )
 from zeroplan.units import Unit
+
+if TYPE_CHECKING:
+    from zeroplan.remedies import Remedy
 
 LINES = 28
 _FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 4, 4, 7
@@ -34,7 +37,7 @@ _REMARK = 33
 
 
 def screen_text(
-    answer: Estimate, notes: Sequence[str], changes: Sequence[Remedy] | None, unit: Unit, lengths: Sequence[str] = ()
+    answer: Estimate, notes: Sequence[str], changes: "Sequence[Remedy] | None", unit: Unit, lengths: Sequence[str] = ()
 ) -> str:
     """Return at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit; ``lengths`` are lines on varying lengths."""
     table = Table(unit, what=33)
@@ -59,10 +62,10 @@ def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
     return "\n".join(line for part in spaced for line in part)
 
 
-def _changes(answer: Estimate, changes: Sequence[Remedy] | None, unit: Unit) -> Iterator[str]:
+def _changes(answer: Estimate, changes: "Sequence[Remedy] | None", unit: Unit) -> Iterator[str]:
     """Yield the nearest changes as flags to copy, each with the memory it needs."""
     if changes is not None and not changes and answer.fits is False:
-        yield from filled(NO_CHANGE)
+        yield from filled(no_change())
     for one in (changes or ())[:_MOST_CHANGES]:
         yield from filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}{one.how}).")
 

@@ -2,22 +2,22 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Line
-from zeroplan.remedies import Remedy
 from zeroplan.report.card import card_rows
 from zeroplan.report.formulas import symbols_of, with_numbers
 from zeroplan.report.screen import main_reason, screen_text
 from zeroplan.report.tables import Table
 from zeroplan.report.words import (
-    NO_CHANGE,
     WIDTH,
     every_note,
     headline,
     is_data_parallel,
     job_lines,
     kinds_by_size,
+    no_change,
     notes_part,
     paragraphs,
     per_parameter,
@@ -28,6 +28,9 @@ from zeroplan.traffic import wire_time
 from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GIBIBYTES, Unit
 
+if TYPE_CHECKING:
+    from zeroplan.remedies import Remedy
+
 _COMMON_SYMBOLS = {"Ψ": "parameters", "L": "blocks", "N": "ranks that share one copy"}
 _REASON = 52
 """Columns of a reason in the whole answer. [characters]"""
@@ -36,7 +39,7 @@ _REASON = 52
 def estimate_text(
     answer: Estimate,
     notes: Sequence[str] = (),
-    changes: Sequence[Remedy] | None = None,
+    changes: "Sequence[Remedy] | None" = None,
     *,
     verbose: bool = False,
     explain: bool = False,
@@ -57,7 +60,7 @@ def estimate_text(
 def _whole(
     answer: Estimate,
     notes: Sequence[str],
-    changes: Sequence[Remedy] | None,
+    changes: "Sequence[Remedy] | None",
     table: Table,
     lengths: Sequence[str],
     *,
@@ -122,15 +125,15 @@ def _explained(answer: Estimate, lines: Sequence[Line], unit: Unit) -> Iterator[
             yield f"          source: {line.source}"
 
 
-def _verdict(answer: Estimate, changes: Sequence[Remedy] | None, table: Table) -> Iterator[str]:
+def _verdict(answer: Estimate, changes: "Sequence[Remedy] | None", table: Table) -> Iterator[str]:
     yield textwrap.fill(verdict_sentence(answer, table.unit), WIDTH, break_long_words=False)
     if changes is not None and not changes and answer.fits is False:
-        yield textwrap.fill(NO_CHANGE, WIDTH)
+        yield textwrap.fill(no_change(), WIDTH)
     if changes:
         yield from _changes(changes, table)
 
 
-def _changes(changes: Sequence[Remedy], table: Table) -> Iterator[str]:
+def _changes(changes: "Sequence[Remedy]", table: Table) -> Iterator[str]:
     """Yield each change as flags to copy, with the memory it needs, in words: a table, or one by one if flags are long."""
     title = f"It would fit with {'one of these' if len(changes) > 1 else 'this change'}"
     width = max(table.what, *(len(change.flags) for change in changes))
@@ -148,7 +151,7 @@ def _changes(changes: Sequence[Remedy], table: Table) -> Iterator[str]:
         yield together if len(together) <= WIDTH else f"{row}\n{_indented(_in_words(one))}"
 
 
-def _in_words(one: Remedy) -> str:
+def _in_words(one: "Remedy") -> str:
     return f"{one.change}{one.how}"
 
 

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from zeroplan.estimator import Estimate, estimate, step_implementation
 from zeroplan.ledger import Kind, Line, bytes_by_kind
-from zeroplan.measurement import SETTINGS
-from zeroplan.remedies import MOST_GPUS
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.hardware import SETTINGS
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -27,10 +26,16 @@ WIDTH = 100
 COLUMNS = 80
 """Columns of an answer on one screen. [characters]"""
 EXPANDABLE = "PYTORCH_ALLOC_CONF=expandable_segments:True"
-NO_CHANGE = (
-    "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
-    f"up to {MOST_GPUS:,} GPUs."
-)
+
+
+def no_change() -> str:
+    """Return the sentence for a job that no change makes fit."""
+    from zeroplan.remedies import MOST_GPUS  # noqa: PLC0415  keeps start-up fast
+
+    return (
+        "Nothing that zeroplan tries makes it fit: recomputation, a higher ZeRO stage, smaller micro-batches, shorter sequences, "
+        f"up to {MOST_GPUS:,} GPUs."
+    )
 
 
 def paragraphs(parts: Iterable[Sequence[str]]) -> str:

@@ -21,13 +21,13 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import LOADS_TOWERS, names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
-from zeroplan.resolve.targets import plain_targets, smaller_sides
 from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
+from zeroplan.spec.linear_kernels import PACKAGES, runs_by_kernels
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
 from zeroplan.spec.pipeline import stages_per_rank
@@ -152,13 +152,14 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     cluster = cluster_of(request, extra)
     batch, lengths_note, varying = _batch(request, seq_len)
     recipe = _scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len)
+    recipe, kernels_note = _by_linear_kernels(recipe, model, request)
     complete = JobSpec(model=model, cluster=cluster, recipe=recipe, mesh=mesh_of(request, gpus), batch=batch)
     complete, padding_note = with_padding(complete, said=request.padded, varying=varying, trainer_pads=read.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
-        *_without_fused_attention(complete), *model_notes, seq_note, lengths_note, padding_note, imbalance_note, liger_note,
-        *read.notes, *program_notes, *config_notes,
+        *_without_fused_attention(complete), kernels_note, *model_notes, seq_note, lengths_note, padding_note, imbalance_note,
+        liger_note, *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.kind),
     )  # fmt: skip
@@ -248,13 +249,15 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
         "modules_to_save": request.modules_to_save, "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
         "quantize_experts": request.quantize_experts, "base": request.lora_base,
-        "runs": request.lora_runs, "learning": request.lora_learning, "looped": request.lora_looped,
+        "runs": request.lora_runs, "learning": request.lora_learning, "looped": request.lora_looped, "dora": request.dora,
     }  # fmt: skip
     if request.lora_targets == PEFT_DEFAULT:
         if model.family not in PEFT_TARGETS:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
         asked["targets"] = PEFT_TARGETS[model.family]
     elif request.lora_targets is not None:
+        from zeroplan.resolve.targets import plain_targets  # noqa: PLC0415  only adapters pay for it
+
         asked["targets"] = plain_targets(request.lora_targets, model)
     said = {name: value for name, value in asked.items() if value is not None}
     if not said or (model.adapter is None and said == {"quantize": "none"}):
@@ -275,6 +278,7 @@ def _first_flag(request: Request) -> str:
         ("lora-compute", request.lora_compute), ("lora-base", request.lora_base), ("lora-runs", request.lora_runs),
         ("lora-learning", request.lora_learning), ("bitsandbytes", request.bitsandbytes),
         ("group-size", request.group_size), ("modules-to-save", request.modules_to_save),
+        ("dora", request.dora),
     ):  # fmt: skip
         if value is not None:
             return f"--{name} {value}"
@@ -420,6 +424,21 @@ def _on_device(recipe: RecipeSpec, cluster: ClusterSpec, request: Request) -> Re
     return recipe if request.device_kernels is not None else replace(recipe, kernels=cluster.kernels)
 
 
+_KERNELS = "{} are assumed to be installed; without them linear attention needs far more: add --linear-attention torch"
+
+
+def _by_linear_kernels(recipe: RecipeSpec, model: ModelSpec, request: Request) -> tuple[RecipeSpec, str]:
+    """Return the recipe with the kernels of linear attention if they are modelled and the request does not decide, and a note.
+
+    A model without linear attention has none to run.
+    """
+    if model.linear is None and model.profile is None:
+        return replace(recipe, linear_attention="torch"), ""
+    if request.linear_attention is not None or not runs_by_kernels(model, recipe):
+        return recipe, ""
+    return replace(recipe, linear_attention="kernels"), _KERNELS.format(PACKAGES[model.family])
+
+
 def mesh_of(request: Request, gpus: int) -> MeshSpec:
     """Return the degrees of parallelism; raises :class:`~zeroplan.errors.SpecError` if they do not divide the GPUs."""
     ways = {
@@ -560,6 +579,8 @@ def _wide_adapters(model: ModelSpec) -> str:
     """Return a note if the adapters' rank is beyond the smaller side of a layer that they adapt, which peft 0.21 accepts."""
     if model.adapter is None:
         return ""
+    from zeroplan.resolve.targets import smaller_sides  # noqa: PLC0415  only adapters pay for it
+
     sides = smaller_sides(model, frozenset(model.adapted_layers))
     if not sides:
         return ""

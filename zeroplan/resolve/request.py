@@ -23,7 +23,7 @@ from zeroplan.resolve.options import (
     declared,
     value_of,
 )
-from zeroplan.spec.adapter import Base, Quantize, Upcast
+from zeroplan.spec.adapter import Base, Dora, Quantize, Upcast
 from zeroplan.spec.adapter import Compute as AdapterCompute
 from zeroplan.spec.base import Count, CountOrZero, Degree, Spec
 from zeroplan.spec.hardware import GpuSpec, Kernels, SharesSpec
@@ -39,6 +39,7 @@ from zeroplan.spec.recipe import (
     Float8Recipe,
     Fsdp1Options,
     Fsdp2Options,
+    LinearAttention,
     LogProbs,
     Loss,
     MegatronOptions,
@@ -248,9 +249,17 @@ class Request(Spec):
     lora_dropout: bool | None = field(default=None, metadata={"option": Option(
         "Adapters use dropout (`lora_dropout` above 0). Each then keeps a copy of its input and a mask.", SWITCHES,
     )})
+    dora: Dora | None = field(default=None, metadata={"option": Option(
+        "DoRA's trained magnitudes beside adapters, as peft (`use_dora`) or torchtune runs them: none, peft or torchtune. "
+        "(default: none)", MODEL, "NAME",
+    )})
     attention: Attention | None = field(default=None, metadata={"option": Option(
         "The kernel of attention: sdpa, flash or eager. (default: sdpa)", RECIPE, "NAME", "recipe.attention",
         control=Control("Attention", OF_RECIPE, "sdpa"),
+    )})
+    linear_attention: LinearAttention | None = field(default=None, metadata={"option": Option(
+        "What runs linear attention and Mamba-2: kernels (of flash-linear-attention, mamba_ssm and causal-conv1d) or torch "
+        "(transformers' own operators). (default: kernels where they are modelled)", RECIPE, "NAME", "recipe.linear_attention",
     )})
     padded: bool | None = field(default=None, metadata={"option": Option(
         "Sequences of a batch end in padding: each block keeps a mask (sdpa) or copies without padding (flash). Padding counts "
@@ -278,7 +287,7 @@ class Request(Spec):
         "Parts run by other kernels, with commas. Unsloth's: cross-entropy, rms-norm, rope, "
         "lora (QLoRA). Axolotl's: axolotl-lora, axolotl-qat. Liger's: rope, liger-rms-norm, "
         "liger-swiglu. torchtune's: loss-in-pieces, int4-qat. torch.compile's: "
-        "compiled-blocks, compiled-loss. (default: none)", RECIPE, "NAMES",
+        "compiled-blocks, compiled-loss. prime-rl's: prime-rl-experts. (default: none)", RECIPE, "NAMES",
         "recipe.fused_kernels",
     )})
     float8_recipe: Float8Recipe | None = field(default=None, metadata={"option": Option(

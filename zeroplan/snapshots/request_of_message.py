@@ -13,9 +13,9 @@ from zeroplan.engines.requests import not_written
 from zeroplan.engines.requests.log import Log
 from zeroplan.estimator import Estimate
 from zeroplan.ledger import Kind, bytes_by_kind
-from zeroplan.measurement import SETTINGS
 from zeroplan.replay import Full, StepReplay, module_of
 from zeroplan.snapshots.message import Message, as_torch_prints
+from zeroplan.spec.hardware import SETTINGS
 from zeroplan.units import GIB, MIB
 
 

@@ -29,6 +29,7 @@ Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Base = Literal["compute", "fp32"]
 Upcast = Literal["none", "norms", "all"]
+Dora = Literal["none", "peft", "torchtune"]
 
 
 class Layers(NamedTuple):
@@ -73,6 +74,8 @@ class Stacked(NamedTuple):
     router: bool = False
     grouped: int = 0
     """Rank of NeMo AutoModel's own adapters of both weights, which multiply each expert's tokens; 0 without them."""
+    runs: int = 0
+    """prime-rl's adapters of all weights, of which a batch uses one; 0 without them."""
 
 
 _JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
@@ -119,6 +122,8 @@ ADAPTED_FAMILIES = (
     "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
     "opt",
 )  # fmt: skip
+#: Families with experts whose modules prime-rl replaces by its own, and that are modelled with these.
+OF_PRIME_RL = ("qwen3_moe", "glm4_moe")
 #: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
 ADAPTED_LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
@@ -150,19 +155,19 @@ OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
 _ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT_OF_EXPERTS)}
 
 
-def refused_layers(family: str, layers: tuple[str, ...], *, automodel: bool = False) -> str:
+def refused_layers(family: str, layers: tuple[str, ...], *, of_peft: bool = True) -> str:
     """Return why adapters of these layers are not modelled in a family, and what to use instead; empty if they are.
 
-    ``automodel``: NeMo AutoModel's, which are no weights of experts, and of Mamba-2's output projection, too.
+    Not ``of_peft``: NeMo AutoModel's, which are no weights of experts, and of Mamba-2's output projection, too; or prime-rl's.
     """
     if not set(layers) & {*LAYERS_OF.get(family, _LLAMA).every, HEAD, *_OF_EXPERTS}:
         return (
             f"a {family} model has none of these linear layers; name some of {', '.join(LAYERS_OF.get(family, _LLAMA).every)}"
         )
-    refused = "" if automodel else _refused_experts(family, set(layers))
+    refused = _refused_experts(family, set(layers)) if of_peft else ""
     if refused:
         return refused
-    if family in OUTPUT_REFUSED and "out_proj" in layers and not automodel:
+    if family in OUTPUT_REFUSED and "out_proj" in layers and of_peft:
         return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
     if family == "llama4_text" and "router" in layers:
         return "peft cannot run an adapter of Llama 4's router, which returns two tensors; use --lora-targets attention,mlp"
@@ -207,7 +212,7 @@ class AdapterSpec(Spec):
     linear layers as peft does, separated by commas (``lm_head`` is one), or ``all-linear``, ``attention`` or ``mlp``.
     ``experts.gate_up_proj``, ``experts.down_proj`` and ``gate.weight`` (peft's ``target_parameters``) are the weights of a layer's
     experts and of its router. Frozen weights have the compute dtype, or that of ``base``. Adapters have the dtype of trained
-    parameters (fp32 under mixed precision, as in peft). Leaves out biases of adapters, and DoRA.
+    parameters (fp32 under mixed precision, as in peft). Leaves out biases of adapters.
 
     >>> AdapterSpec(rank=8, targets="v_proj,q_proj").layers
     ('q_proj', 'v_proj')
@@ -222,6 +227,9 @@ class AdapterSpec(Spec):
     """With ``gptq``: weights that share a scale and a zero point; -1: all weights of one output."""
     dropout: bool = False
     """Whether ``lora_dropout`` is above 0: each adapter then keeps a masked copy of its layer's input, and the mask."""
+    dora: Dora = "none"
+    """DoRA: a trained magnitude for each output of an adapted layer. Every forward makes the whole change of the layer's weight, to
+    divide the magnitudes by the norms of the changed weight. ``torchtune`` runs the adapter before that, ``peft`` after it."""
     compute: Compute = "autocast"
     """How adapters compute under mixed precision: under autocast, or in fp32 between peft's casts while the layers run in 16 bits
     (a Trainer without ``bf16`` whose model was loaded in 16 bits)."""
@@ -288,6 +296,11 @@ class AdapterSpec(Spec):
             raise SpecError(f"prime-rl groups the products of ranks that 8 divides; rank {self.rank} needs looped too")
 
     @property
+    def is_of_peft(self) -> bool:
+        """Whether peft builds the adapters, not NeMo AutoModel or prime-rl."""
+        return not self.automodel and not self.runs
+
+    @property
     def stepped(self) -> int:
         """Return how many of a layer's adapters have optimizer states.
 
@@ -336,7 +349,7 @@ class AdapterSpec(Spec):
         >>> AdapterSpec(rank=8, targets="mlp").layers_in("glm4")
         ('gate_up_proj', 'down_proj')
         """
-        own, routers = LAYERS_OF.get(family, _LLAMA), (OLD_ROUTER,) if family in CONVERTED and not self.automodel else ()
+        own, routers = LAYERS_OF.get(family, _LLAMA), (OLD_ROUTER,) if family in CONVERTED and self.is_of_peft else ()
         groups = {"all-linear": (*own.every, *routers), "attention": own.attention, "mlp": own.mlp}
         named = {one for name in self.targets.split(",") for one in groups.get(name.strip(), (name.strip(),))}
         return tuple(name for name in (*own.every, HEAD, *_OF_EXPERTS) if name in named)
@@ -347,17 +360,19 @@ class AdapterSpec(Spec):
         >>> AdapterSpec(rank=8, targets="o_proj,mlp").linear_in("qwen3_moe")
         ('o_proj',)
         """
-        others = {*(() if self.automodel else CONVERTED.get(family, ())), *_OF_EXPERTS}
+        others = {*(CONVERTED.get(family, ()) if self.is_of_peft else ()), *_OF_EXPERTS}
         return tuple(name for name in self.layers_in(family) if name not in others)
 
     def stacked_in(self, family: str) -> Stacked:
         """Return which weights of all experts of a layer have adapters.
 
         >>> AdapterSpec(rank=8, targets="mlp").stacked_in("qwen3_moe")
-        Stacked(first=2, second=True, router=False, grouped=0)
+        Stacked(first=2, second=True, router=False, grouped=0, runs=0)
         """
         if self.automodel:
             return Stacked(grouped=self.experts_rank)
+        if self.runs:
+            return Stacked(runs=self.runs * ("all-linear" in self.targets and family in OF_PRIME_RL))
         names, (gate, _, down) = set(self.layers_in(family)), CONVERTED.get(family, ("", "", ""))
         return Stacked(
             2 if gate in names else int(FIRST in names), bool({down, SECOND} & names), bool({OLD_ROUTER, ROUTER} & names)

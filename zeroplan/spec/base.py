@@ -175,8 +175,10 @@ def checks_of(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
 
 @cache
 def _read_once(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
-    hints = get_type_hints(cls, include_extras=True)
-    return {field.name: tuple(_checks(hints[field.name])) for field in fields(cls)}
+    types: dict[str, object] = {field.name: field.type for field in fields(cls)}
+    if any(isinstance(one, str) for one in types.values()):  # of a module with `from __future__ import annotations`
+        types = get_type_hints(cls, include_extras=True)
+    return {name: tuple(_checks(types[name])) for name in cls._defaults}
 
 
 @cache

@@ -17,7 +17,8 @@ _ON_BLACKWELL = ("mxfp8", "nvfp4")
 #: Families all of whose matrix products are ``nn.Linear`` layers.
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss", "glm",
-    "phi3", "cohere",
+    "phi3", "cohere", "cohere2", "starcoder2", "arcee", "jais2", "cwm", "helium", "ministral3", "exaone4", "ernie4_5",
+    "hunyuan_v1_dense", "stablelm", "glm4",
 )  # fmt: skip
 
 

@@ -8,6 +8,9 @@ from zeroplan.spec.base import Count, Range, Spec
 
 Kernels = Literal["cuda", "cuda-7", "cpu"]
 """``cuda-7``: a GPU before compute capability 8.0, for which torch has few attention kernels."""
+AllocatorSettings = Literal["default", "expandable_segments"]
+SETTINGS: tuple[AllocatorSettings, ...] = ("default", "expandable_segments")
+"""The settings of CUDA's caching allocator (``PYTORCH_CUDA_ALLOC_CONF``)."""
 Dtype = Literal["fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4", "int8"]
 
 

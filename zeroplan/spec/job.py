@@ -10,6 +10,7 @@ from zeroplan.spec.adapter import (
     BARE_EXPERTS_UNDER_AUTOCAST,
     HEAD,
     NOT_UNDER_AUTOCAST,
+    OF_PRIME_RL,
     WIDENED,
     AdapterSpec,
 )
@@ -27,6 +28,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
 from zeroplan.spec.hardware import ClusterSpec, node_size
+from zeroplan.spec.linear_kernels import check_linear_attention
 from zeroplan.spec.megatron import check_megatron
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -37,6 +39,7 @@ from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages
 from zeroplan.spec.recipe import (
     LOMO,
     ON_PAPER,
+    PRIME_RL,
     ROUNDED_FAMILIES,
     ROUNDING,
     SENDING,
@@ -172,6 +175,8 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
     """Yield what is not modelled of prime-rl's adapters of several runs, and what to use instead."""
     asked = "adapters of several runs (prime-rl's)"
     widths = {model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim}
+    widths |= set() if model.moe is None else {model.moe.moe_intermediate_size}
+    theirs = model.family in OF_PRIME_RL and PRIME_RL in recipe.fused_parts
     for is_so, what, instead in (
         (recipe.engine != "fsdp2", f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (recipe.precision not in ("bf16", "bf16-mixed"), f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
@@ -183,7 +188,15 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
         (adapter.quantize != "none", "quantised weights", "quantize 'none'"),
         (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
         (bool(adapter.saved), "modules that are trained whole", "adapters alone"),
-        (model.family not in ADAPTED_LIKE_LLAMA or model.vision is not None, f"a {model.family} model", "a dense model"),
+        (
+            (model.family not in ADAPTED_LIKE_LLAMA or model.vision is not None) and not theirs,
+            f"a {model.family} model",
+            f"fused_kernels {PRIME_RL!r}" if model.family in OF_PRIME_RL else "a dense model",
+        ),
+        (theirs and adapter.looped, "experts one after the other", "looped false"),
+        (theirs and adapter.dropout, "dropout of experts' inputs", "dropout false"),
+        (theirs and adapter.targets not in ("all-linear", "attention"), "single layers beside experts", "targets 'all-linear'"),
+        (bool(model.stacked.runs) and adapter.stepped > 1, "experts of which several adapters learn", "learning 1"),
         (not adapter.looped and any(one % 8 for one in widths), "widths that 8 does not divide", "looped true"),
         (recipe.recompute == "selective", "selective recomputation", "recompute 'full'"),
         (recipe.offloads_states, "states in host memory", "no offload"),
@@ -192,6 +205,32 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
         (mesh.model_ranks * mesh.ep > 1, "ranks that split the model", "data-parallel ranks"),
     ):
         yield is_so and f"{asked} and {what}", instead
+
+
+def _of_dora(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
+    """Yield what is not modelled of DoRA, and what to use instead. peft refuses it for the weights of all experts of a layer."""
+    narrow = recipe.engine == "ddp" and recipe.precision.endswith("mixed") and adapter.upcast == "none"
+    few_bits = adapter.quantize != "none"
+    kernels = {"lora", "axolotl-lora", *ROUNDING} & set(recipe.fused_parts)
+    for is_so, what, instead in (
+        (recipe.engine not in ("ddp", "fsdp2"), f"engine {recipe.engine!r}", "engine 'ddp' or 'fsdp2'"),
+        (adapter.quantize in ("gptq", "int8"), f"quantize {adapter.quantize!r}", "quantize 'nf4-double'"),
+        (few_bits and narrow, "weights in four bits under autocast", "upcast 'norms', which takes as much"),
+        (any(model.stacked), "adapters of all experts of a layer", "targets 'attention'"),
+        (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
+        (adapter.runs > 0 or adapter.automodel, "adapters that are not peft's", "peft's"),
+        (adapter.compute == "fp32", "adapters that compute in fp32", "compute 'autocast'"),
+        (
+            model.vision is not None or model.family == "gpt2",
+            f"such a {model.family} model",
+            "a model of text, other than GPT-2",
+        ),
+        (bool(kernels), "kernels that replace linear layers", "none of them"),
+        (recipe.recompute == "selective", "selective recomputation", "recompute 'full'"),
+        (recipe.offload_activations, "offloaded activations", "no offload"),
+        (mesh.model_ranks * mesh.ep > 1, "ranks that split the model", "data-parallel ranks"),
+    ):
+        yield is_so and f"DoRA and {what}", instead
 
 
 def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -291,10 +330,12 @@ class JobSpec(Spec):
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()
         self._check_te_float8()
+        self._check_prime_rl()
         self._check_predictions()
         self._check_latent_experts()
         check_float8(self.model, self.recipe, self.mesh, self.cluster.gpu)
         check_compiled(self.model, self.recipe, self.mesh)
+        check_linear_attention(self.model, self.recipe)
         self._check_ends_apart()
         self._check_gathers_ahead()
         self._check_step_in_backward()
@@ -706,6 +747,24 @@ class JobSpec(Spec):
             if asked:
                 raise SpecError(f"fused_kernels 'te-float8' is not modelled with {instead}")
 
+    def _check_prime_rl(self) -> None:
+        """Raise SpecError for jobs with which prime-rl's own experts are not modelled."""
+        recipe, adapter = self.recipe, self.model.adapter
+        if PRIME_RL not in recipe.fused_parts:
+            return
+        others = [one for one in recipe.fused_parts if one not in (PRIME_RL, "cross-entropy")]
+        refuse(f"fused_kernels {PRIME_RL!r} with", (
+            (self.model.family not in OF_PRIME_RL and f"a {self.model.family} model", f"one of {', '.join(OF_PRIME_RL)}"),
+            (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.precision not in ("bf16", "bf16-mixed") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
+            (bool(others) and f"{', '.join(others)}", "it alone"),
+            (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
+            (recipe.recompute == "selective" and "selective recomputation", "recompute 'full'"),
+            (recipe.float8_recipe is not None and "float8_recipe", "bf16"),
+            (adapter is not None and not adapter.runs and "peft's adapters", "runs, prime-rl's"),
+            (self.model.frozen is not None and "frozen parts", "full training or adapters"),
+        ))  # fmt: skip
+
     def _check_adapter(self, adapter: AdapterSpec) -> None:
         """Raise SpecError for options that are not modelled with adapters."""
         recipe, quantised = self.recipe, self.model.is_quantised
@@ -721,6 +780,7 @@ class JobSpec(Spec):
             *_of_the_adapter(adapter, recipe),
             *_in_the_family(self.model, adapter, recipe),
             *(_of_runs(self.model, adapter, recipe, self.mesh) if adapter.runs else ()),
+            *(_of_dora(self.model, adapter, recipe, self.mesh) if adapter.dora != "none" else ()),
             (
                 any(self.model.stacked)
                 and not self.model.stacked.grouped

@@ -121,6 +121,7 @@ def _not_adapted(
         (parts, f"adapters of only some of {', '.join(next(iter(parts), ()))}, which it joins", "all of these targets"),
         (adapter.quantize != "none", f"adapters and quantize {adapter.quantize!r}", away),
         (adapter.compute == "fp32", "adapters that compute in fp32", "compute 'autocast'"),
+        (adapter.dora != "none", "DoRA", "dora 'none'"),
         (adapter.saved and model.tie_word_embeddings, "modules that are trained whole in a tied model", "adapters alone"),
         (recipe.zero_stage > 1, "adapters and Megatron-FSDP", "stage 1, the distributed optimizer"),
         (recipe.optimizer == "muon", "adapters and optimizer 'muon'", "'adamw'"),

@@ -399,7 +399,7 @@ class ModelSpec(Spec):
             raise SpecError(
                 f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
             )
-        if refused := refused_layers(self.family, self.adapted_layers, automodel=adapter.automodel):
+        if refused := refused_layers(self.family, self.adapted_layers, of_peft=adapter.is_of_peft):
             raise SpecError(f"LoRA with these targets: {refused}")
         if any(self.stacked) and self.moe is None:
             raise SpecError(f"LoRA with these targets: this {self.family} model has no experts; name linear layers")

@@ -42,6 +42,7 @@ LogProbs = Literal[
     "entropy",
     "chunks",
     "columns",
+    "kernels",
     "jsd",
     "kd",
     "asft",
@@ -50,6 +51,9 @@ LogProbs = Literal[
     "pairs",
     "pairs in 16 bits",
 ]
+#: verl's losses of all logits that the model returns, and all of verl's.
+OF_ALL_LOGITS: tuple[LogProbs, ...] = ("in place", "entropy")
+OF_VERL: tuple[LogProbs, ...] = (*OF_ALL_LOGITS, "chunks", "kernels")
 #: Losses that compare all logits with a teacher's.
 WITH_TEACHERS_LOGITS: tuple[LogProbs, ...] = ("jsd", "kd", "asft", "jsd and sft")
 #: Losses of ORPO, which read the logits that the model returns.
@@ -59,8 +63,13 @@ FUSED = (
     "cross-entropy", "rms-norm", "rope", "lora", "axolotl-lora", "liger-rms-norm", "liger-swiglu", "loss-in-pieces",
     "norm-in-one", "deepep", "hybridep", "router-kept", "inputs-kept", "output-copied", "te-linear", "te-experts", "router-in-fp32",
     "output-scaled", "int4-qat", "axolotl-qat", "grouped-experts", "looped-experts", "te-float8", "compiled-blocks",
-    "compiled-loss",
+    "compiled-loss", "narrow-loss", "in-place-loss", "gathered-logits", "prime-rl-experts",
 )  # fmt: skip
+LinearAttention = Literal["kernels", "torch"]
+#: The part that these kernels run, among the others that fused kernels replace (:attr:`Compute.fused`).
+LINEAR_KERNELS: Final = "linear-kernels"
+#: Of these, what runs the loss over all logits.
+OF_LOSS = ("cross-entropy", "loss-in-pieces", "compiled-loss", "narrow-loss", "in-place-loss")
 #: Quantisation-aware training: torchtune's layers, and those that Axolotl makes.
 ROUNDING = ("int4-qat", "axolotl-qat")
 #: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
@@ -69,6 +78,8 @@ ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 GATHERING = frozenset({"grouped-experts", "looped-experts"})
 #: How NeMo AutoModel's own experts get their tokens: from the kernels of DeepEP or HybridEP, or by gathering all tokens.
 SENDING = frozenset({"deepep", "hybridep"}) | GATHERING
+#: Router and experts of prime-rl's own models.
+PRIME_RL = "prime-rl-experts"
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
 #: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
@@ -531,6 +542,8 @@ class RecipeSpec(Spec):
     streams of torchtune and TRL."""
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
+    linear_attention: LinearAttention = "torch"
+    """What runs linear attention: the kernels of flash-linear-attention and causal-conv1d, or transformers' own operators."""
     padded: bool = False
     """Some sequences of a batch end in padding, so that attention gets a mask. The padding counts as tokens."""
     activation_model: ActivationModel = "module"
@@ -546,8 +559,8 @@ class RecipeSpec(Spec):
     log_probs: LogProbs = "tiles"
     """How loss ``log-probs`` is computed: in TRL's tiles; as a divergence from a teacher's distribution, in tiles (TRL); or from
     all logits at once, with flash-attn's cross-entropy, which writes the gradient over the logits (verl), or beside the policy's
-    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 2,048 columns of
-    the head at a time (``columns``: prime-rl)."""
+    compiled entropy does not (``entropy``); or 512 tokens at a time (``chunks``: verl's fused head in torch); or 1,024 columns of
+    the head at a time (``kernels``: the same in Triton), or 2,048 (``columns``: prime-rl)."""
     forward_only: bool = False
     """No backward follows, so stage 3 keeps nothing gathered for it. Set for a reference model in a workflow."""
     keep_logits: bool | Literal["fp32"] = False
@@ -580,15 +593,18 @@ class RecipeSpec(Spec):
     ``rope`` (with the same memory), ``liger-rms-norm`` and ``liger-swiglu``; families without these operators keep their own.
     ``loss-in-pieces`` is torchtune's loss: eight pieces of logits, one after the other, whose graphs wait for one backward.
     ``int4-qat`` is quantisation-aware training: torchao's linear layers round inputs to 8 bits and weights to 4, and back;
-    ``axolotl-qat`` is the same with scales and zero points in fp32, to which gradients flow.
+    ``axolotl-qat`` is the same with scales and zero points in fp32, to which gradients flow. ``prime-rl-experts`` are router and
+    experts of prime-rl's own Qwen3-MoE and GLM-4.5, with all experts on each rank.
 
     NeMo AutoModel's: ``norm-in-one`` (one kernel per norm: Transformer Engine's, torch's or QuACK's), ``deepep`` or ``hybridep``
     (which send tokens to experts on other ranks), ``grouped-experts`` or ``looped-experts`` (every rank gathers all tokens for its
     experts, which run together or one by one), ``output-copied`` (attention copies its output), ``output-scaled`` (attention
     multiplies its output by what sinks leave, in fp32), ``router-in-fp32`` (the router multiplies fp32 copies), ``te-linear`` and
-    ``te-experts`` (Transformer Engine's products, with workspaces of their own), and ``te-float8`` (which run in float8). With
-    recompute ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's
-    outputs, or the inputs of norms, attention and MLP."""
+    ``te-experts`` (Transformer Engine's products, with workspaces of their own), ``te-float8`` (which run in float8),
+    ``narrow-loss`` (cross-entropy in the logits' own dtype), ``in-place-loss`` (whose forward writes the gradient over the
+    logits), and ``gathered-logits`` (tensor-parallel ranks gather the logits of the whole vocabulary for the loss). With recompute
+    ``selective``, ``router-kept`` and ``inputs-kept`` say what checkpoints keep beside a block's input: the router's outputs, or
+    the inputs of norms, attention and MLP."""
     float8_recipe: Float8Recipe | None = None
     """torchao's float8 for all linear layers of the blocks, with one scale per tensor or per row, or its prototypes for Blackwell:
     MXFP8 with a scale for 32 elements, NVFP4 with four bits and a scale for 16."""
@@ -661,7 +677,8 @@ class RecipeSpec(Spec):
 
     def check_rules(self) -> None:
         """Raise SpecError for options that would be ignored."""
-        if self.keep_logits and self.loss != "full":
+        in_log_probs = self.loss == "log-probs" and self.log_probs in OF_ALL_LOGITS and self.keep_logits != "fp32"
+        if self.keep_logits and self.loss != "full" and not in_log_probs:
             raise SpecError(f"keep_logits with loss={self.loss!r} has no logits to keep; use loss 'full', or leave it out")
         if self.activation_model == "megatron" and self.engine != "paper":
             raise SpecError(f"activation_model='megatron' with engine {self.engine!r} is not modelled; use engine 'paper'")
@@ -692,7 +709,7 @@ class RecipeSpec(Spec):
             return
         if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
-        of_loss = next((one for one in ("cross-entropy", "loss-in-pieces", "compiled-loss") if one in parts), None)
+        of_loss = next((one for one in OF_LOSS if one in parts), None)
         if of_loss is not None and self.loss != "full":
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":

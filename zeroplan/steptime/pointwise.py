@@ -11,7 +11,7 @@ its largest shapes): eager norms, LayerNorm, rotary positions, gated products, G
 time of their reads and writes, the loss 1.5 times; other GPUs are assumed to do the same.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zeroplan.spec.family import LEARNED_POSITIONS, UNROTATED
@@ -185,6 +185,12 @@ _ADAPTING = {
 }
 #: Dropout of the input: a read, a write, and a mask of one byte.
 _DROPPED = {"plain": Moved(5, 5, 1, 1), "autocast": Moved(9, 9, 1, 1), "fp32": Moved(9, 9, 1, 1)}
+#: DoRA's operators beside these (peft 0.21, ``tuners/lora/dora.py``; read, not run), per element of the layer's output, of its
+#: weight, and of the square of its inputs: five pointwise operators on the output and their derivatives; the change of the weight,
+#: which is made, scaled, added and reduced to norms; and the identity.
+_DORA_OUTPUT = {"plain": Moved(14, 34, 3, 6), "autocast": Moved(38, 60, 4, 8)}
+_DORA_WEIGHT = {"plain": Moved(14, 0, 8, 2), "autocast": Moved(38, 0, 11, 2)}
+_DORA_IDENTITY = {"plain": Moved(4, 0, 2, 0), "autocast": Moved(12, 0, 3, 0)}
 #: bitsandbytes dequantises a 4-bit weight to 16 bits, with a scale per 64 elements, in the forward and again in the backward (0.50,
 #: ``autograd/_functions.py``, MatMul4Bit). Such a layer took 5 launches more than a plain one in the forward and 8 more in the
 #: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). With 8-bit scales, two kernels
@@ -215,8 +221,22 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float
             total = total.plus(_DROPPED[how], tokens * one.shape[1]) if adapter.dropout else total
         elif ".lora_B." in one.name:
             total = total.plus(each.output, tokens * one.shape[0])
+            total = total.plus(_DORA_OUTPUT[how], tokens * one.shape[0]) if adapter.dora != "none" else total
+    total = _of_dora(total, list(parameters), how) if adapter.dora != "none" else total
     if model.upcasts_norms:
         total = total.plus(_WIDE_RESIDUAL, tokens * model.hidden_size).plus(_WIDE_INPUT, tokens * model.hidden_size)
+    return total
+
+
+def _of_dora(total: Moved, parameters: Sequence[Parameter], how: str) -> Moved:
+    """Return ``total`` with the bytes that the changes of adapted weights move."""
+    first = next((one for one in parameters if ".lora_A." in one.name), None)
+    for one in parameters:
+        if ".lora_A." in one.name:
+            first = one
+            total = total.plus(_DORA_IDENTITY[how], one.shape[1] ** 2)
+        elif ".lora_B." in one.name and first is not None:
+            total = total.plus(_DORA_WEIGHT[how], one.shape[0] * first.shape[1])
     return total
 
 

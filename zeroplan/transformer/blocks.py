@@ -6,7 +6,7 @@ Engines combine these with their own states and buffers.
 from enum import StrEnum
 from typing import NamedTuple
 
-from zeroplan.ledger import Line, Module
+from zeroplan.ledger import Line, Module, Role
 from zeroplan.numeric import Int
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.recipe import EVEN, Attention, LogProbs, Recompute
@@ -171,7 +171,7 @@ class BlockPass(NamedTuple):
     @property
     def entered(self) -> tuple[Line, ...]:
         """Return the tensors that are alive in the block's own forward beside the kept ones: the input, if it is offloaded."""
-        return self.checkpoint if self.away else ()
+        return tuple(filter(is_input, self.checkpoint)) if self.away else ()
 
     def kept(self, recompute: Recompute) -> tuple[Line, ...]:
         """Return the tensors that the block keeps on the GPU from its forward to its backward under this recomputation."""
@@ -179,7 +179,17 @@ class BlockPass(NamedTuple):
             return self.saved
         if recompute == "selective":
             return self.selective
-        return () if self.away else self.checkpoint
+        return without_input(self.checkpoint) if self.away else self.checkpoint
+
+
+def is_input(line: Line) -> bool:
+    """Whether a line is a block's input, which autograd saves. Offloading leaves other lines of a checkpoint on the GPU."""
+    return line.tag.role is Role.BLOCK_INPUT
+
+
+def without_input(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return lines without a block's input."""
+    return tuple([line for line in lines if not is_input(line)])
 
 
 class Ahead(NamedTuple):

@@ -1,11 +1,12 @@
 """The memory of a checkpointed block whose saved input waits in host memory until its backward.
 
 ``offload_wrapper`` moves every tensor that a block's graph saves to host memory. A recomputed block's graph saves only its
-input. Selective recomputation keeps its tensors in a dictionary outside the graph, so they stay on the GPU.
+input. Selective recomputation keeps its tensors in a dictionary outside the graph, so they stay on the GPU, as do tensors
+that a checkpoint gets by keyword, such as rotary tables.
 """
 
 from zeroplan.ledger import Line
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, is_input, without_input
 
 #: Source of what is moved and when it returns.
 SAVED_ON_CPU = "torch 2.13, torch/autograd/graph.py, save_on_cpu"
@@ -18,9 +19,14 @@ def input_away(block: BlockPass) -> BlockPass:
     points of the backward already contain it. Source: torch 2.13, ``torch/utils/checkpoint.py``,
     ``_CheckpointFrame.get_inputs``.
     """
-    back = block.checkpoint_in_backward
+    back = tuple(filter(is_input, block.checkpoint_in_backward))
     points = tuple([_with_input(point, back) for point in block.points]) if back else block.points
-    return block._replace(selective=block.selective[1:], points=points, checkpoint_in_backward=(), away=block.checkpoint)
+    return block._replace(
+        selective=without_input(block.selective),
+        points=points,
+        checkpoint_in_backward=without_input(block.checkpoint_in_backward),
+        away=tuple(filter(is_input, block.checkpoint)),
+    )
 
 
 def _with_input(point: BackwardPoint, back: tuple[Line, ...]) -> BackwardPoint:

@@ -57,14 +57,14 @@ def operator_of(name: str) -> str:
 KINDS_IN_TURN = (("local", "global"), ("linear", "full"))
 #: Kind of a layer by its letter in a pattern.
 KINDS_OF_LETTERS = {
-    "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside, normed",
+    "M": "linear", "*": "full", "-": "mlp", "E": "moe", "H": "beside", "N": "beside_normed",
     "L": "local", "G": "global", "D": "dense", "C": "short", "c": "dense_short", "m": "dense_linear",
     "a": "ahead", "e": "moe_ahead",
 }  # fmt: skip
 #: Kinds of layers with experts; ``ahead``: multi-token prediction.
 WITH_EXPERTS = ("moe", "moe_ahead")
 #: Kinds of layers with linear attention; ``beside``: attention and Mamba-2 side by side, the latter gated or normalised.
-WITH_STATES = ("linear", "dense_linear", "beside", "beside, normed")
+WITH_STATES = ("linear", "dense_linear", "beside", "beside_normed")
 
 
 def full_layers(model: ModelSpec) -> tuple[bool, ...]:
@@ -98,7 +98,7 @@ def kind_of_first(model: ModelSpec) -> str:
 
 
 #: Kinds of GLM-5.2's layers that pick no keys: the first above a layer that does, and the others.
-HANDED, SHARED = "moe, handed", "moe, shared"
+HANDED, SHARED = "moe_handed", "moe_shared"
 
 
 def kinds_by_indexer(model: ModelSpec) -> tuple[str, ...]:

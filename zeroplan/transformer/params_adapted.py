@@ -6,6 +6,7 @@ and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it. ``utils/other.py
 """
 
 from collections.abc import Iterator
+from itertools import product
 
 from zeroplan.spec.adapter import FIRST, HEAD, ROUTER, SECOND, TRANSPOSED, AdapterSpec, linear_layers
 from zeroplan.spec.frozen import FrozenSpec
@@ -133,7 +134,7 @@ def _wrapped(
         quantised = tensor == "weight" and module.rpartition(".")[2] in few_bits
         if adapter.quantize == "gptq" and module.endswith(".gate"):
             quantised = False  # quantised checkpoints keep a router's layer in 16 bits
-        if module.rpartition(".")[2] not in names:
+        if module.rpartition(".")[2] not in names or (adapter.runs and ".shared_experts." in parameter.name):
             yield parameter._replace(frozen=True, quantised=quantised)
             continue
         yield parameter._replace(name=f"{module}.base_layer.{tensor}", frozen=True, quantised=quantised)
@@ -155,6 +156,8 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
     chosen = [(one, rank) for one in inside for name, rank in ranks.items() if one.name.endswith(name)]
     if stacked.grouped:
         return _with_grouped(parameters, stacked.grouped, transposed=model.family in TRANSPOSED)
+    if stacked.runs:
+        return _with_those_of_runs(parameters, adapter)
     for one in parameters:
         module, _, tensor = one.name.rpartition(".")
         is_router = stacked.router and one.name.endswith(f".{ROUTER}")
@@ -181,6 +184,25 @@ def _with_grouped(parameters: Parameters, rank: int, *, transposed: bool) -> Par
     return (*parameters[:last], *made, *parameters[last:])
 
 
+def _with_those_of_runs(parameters: Parameters, adapter: AdapterSpec) -> Parameters:
+    """Return the parameters with prime-rl's adapters of all experts after the experts' own: two matrices for each weight and run.
+
+    The first run's tokens are in the batch, so the adapters of the others get no gradients. Source: prime-rl 969df59e,
+    trainer/models/layers/lora/multi_moe.py, MultiLoRAGroupedExperts.__init__.
+    """
+    made, last = list[Parameter](), 0
+    for at, one in enumerate(parameters):
+        if not _is_of_experts(one):
+            continue
+        last, (experts, outputs, inputs) = at + 1, one.shape
+        names = ("w1", "w3") if one.name.endswith(FIRST) else ("w2",)
+        for name, matrix, run in product(names, "AB", range(adapter.runs)):
+            sizes = (adapter.rank, inputs) if matrix == "A" else (outputs // len(names), adapter.rank)
+            share = (one.active_share[0], one.active_share[1]) if run == 0 else (0, 1)
+            made.append(Parameter(f"{name}_lora_{matrix}.{run}", (experts, *sizes), active_share=share, frozen=run > 0))
+    return (*parameters[:last], *made, *parameters[last:])
+
+
 _BASE = ("base_layer",)
 
 
@@ -201,7 +223,7 @@ def _of_experts(module: str, weight: Parameter, rank: int, *, transposed: bool) 
 
 
 def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameters:
-    """Return the two matrices of a linear layer's adapter, or of each of prime-rl's, of which a token uses one."""
+    """Return the matrices of a linear layer's adapter and DoRA's magnitudes, or all of prime-rl's, of which a token uses one."""
     outputs, inputs = weight.shape[::-1] if weight.transposed else weight.shape
     if adapter.runs:
         shapes = ("A", (adapter.rank, inputs)), ("B", (outputs, adapter.rank))
@@ -210,9 +232,11 @@ def _matrices(module: str, weight: Parameter, adapter: AdapterSpec) -> Parameter
             for name, shape in shapes
             for run in range(adapter.runs)
         )
+    magnitude = (Parameter(f"{module}.lora_magnitude_vector.default.weight", (outputs,)),) if adapter.dora != "none" else ()
     return (
         Parameter(f"{module}.lora_A.default.weight", (adapter.rank, inputs), autocast=True),
         Parameter(f"{module}.lora_B.default.weight", (outputs, adapter.rank), autocast=True),
+        *magnitude,
     )
 
 

@@ -13,6 +13,8 @@ e, r, i = symbols("e r i")
 #: Half of a rank's tokens; a tensor-parallel rank's share of tokens and of the vocabulary; key/value heads; a quarter of each head,
 #: query and key; half of a head's rotary part; the width of a head of values.
 T_2, T_p, V_p, z_p, k_d, d_4, q_4, k_4, q_2, k_2, o_2, c_a = symbols("T/2 T/p V/p z/p k/d d/4 q/4 k/4 q/2 k/2 o/2 c/a")
+#: The vocabulary of all tensor-parallel ranks, where V is a rank's share.
+V_w = symbols("V_w")[0]
 #: Tokens of all ranks that share experts; pairs of a token and an expert that come to a rank whose experts are not visited evenly.
 T_g, X_r = symbols("T_g X_r")
 #: Tokens of the images to which layers attend, of all sequences and of one; gates and other single numbers are no symbol.

@@ -1,19 +1,37 @@
-"""The release of FSDP2 that a run measures: the installed torch's, read from the package metadata."""
+"""What a run measures because it is installed: torch's release of FSDP2, and the kernels of linear attention."""
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Literal
 
 from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.linear_kernels import runs_by_kernels
+from zeroplan.spec.recipe import LinearAttention
 
 _CHANGED = (2, 15)
 """The first torch release whose ``fully_shard`` holds memory differently."""
 
 
+_KERNELS = ("fla", "causal_conv1d", "triton")
+"""The packages that transformers runs linear attention by."""
+
+
+def with_installed_kernels(job: JobSpec) -> JobSpec:
+    """The job with its linear attention as transformers runs it here: by kernels only if all their packages are installed."""
+    if job.model.linear is None or not runs_by_kernels(job.model, job.recipe):
+        return job
+    runs: LinearAttention = "kernels" if all(find_spec(name) is not None for name in _KERNELS) else "torch"
+    return replace(job, recipe=replace(job.recipe, linear_attention=runs))
+
+
 def as_installed(job: JobSpec) -> JobSpec:
-    """The job with the installed torch's FSDP2. Raises MeasurementError if the job names another release."""
-    here = installed()
+    """The job with the installed torch's FSDP2, and the installed kernels of linear attention.
+
+    Raises MeasurementError if the job names another release.
+    """
+    job, here = with_installed_kernels(job), installed()
     if job.recipe.engine != "fsdp2" or here is None:
         return job
     options = job.recipe.fsdp2

@@ -15,6 +15,7 @@ from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import as_scorer
+from zeroplan.spec.recipe import OF_VERL
 from zeroplan.workflow.asked import Asked
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.phases import HostUse, LoopPhase, renamed
@@ -56,9 +57,9 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
     fsdp2, budget = replace(job.recipe.fsdp2, ends_apart=apart), asked.ppo_max_token_len_per_gpu
     batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
-    return replace(
-        job, recipe=replace(job.recipe, loss="log-probs", log_probs="in place", keep_logits=False, fsdp2=fsdp2), batch=batch
-    )
+    own = job.recipe.log_probs if job.recipe.loss == "log-probs" and job.recipe.log_probs in OF_VERL else "in place"
+    kept = job.recipe.keep_logits if job.recipe.loss == "log-probs" else False
+    return replace(job, recipe=replace(job.recipe, loss="log-probs", log_probs=own, keep_logits=kept, fsdp2=fsdp2), batch=batch)
 
 
 def trained(job: JobSpec, asked: Asked) -> tuple[Trained, ...]:
@@ -75,7 +76,7 @@ def _critic(job: JobSpec, asked: Asked) -> JobSpec:
     """Return the critic's job: the actor's but for its head, its loss and what is asked of it."""
     tokens, size = asked.critic_max_token_len_per_gpu, asked.critic_micro_batch_size_per_gpu or job.batch.micro_batch_size
     batch = replace(job.batch, micro_batch_size=1, seq_len=tokens) if tokens else replace(job.batch, micro_batch_size=size)
-    recipe = replace(job.recipe, loss="full", recompute=asked.critic_recompute or job.recipe.recompute)
+    recipe = replace(job.recipe, loss="full", keep_logits=False, recompute=asked.critic_recompute or job.recipe.recompute)
     return replace(job, model=as_scorer(job.model, 1), recipe=recipe, batch=batch)
 
 

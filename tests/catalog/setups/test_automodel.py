@@ -40,7 +40,7 @@ def test_an_automodel_recipe(read: Callable[..., Resolved]):
     assert (job.mesh.dp_shard, job.mesh.tp, job.batch.grad_accum_steps) == (4, 2, 8)
     assert (job.recipe.engine, job.recipe.precision, job.recipe.optimizer) == ("fsdp2", "bf16", "adam")
     # AutoModel's own Llama: norms, attention and MLP in a checkpoint each, and every norm in one operator
-    assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept"))
+    assert (job.recipe.recompute, job.recipe.fused_parts) == ("selective", ("norm-in-one", "inputs-kept", "gathered-logits"))
     assert not any("not known" in note for note in notes)
     assert not job.recipe.fsdp2.sequence_parallel  # its default
     along = {"distributed": {**AUTO["distributed"], "sequence_parallel": True}}
@@ -222,6 +222,38 @@ def test_automodels_training_loop_holds_the_logits(read: Callable[..., Resolved]
     assert found.recipe.keep_logits is kept
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_automodels_muon_is_dions(read: Callable[..., Resolved], ranks: int):
+    """It updates the blocks' matrices, and AdamW the rest, under FSDP2, as which one GPU is counted."""
+    said = {"optimizer": {"_target_": "dion.Muon", "lr": 5e-4}, "distributed": {"strategy": "fsdp2", "dp_size": ranks}}
+    job = read(AUTO | said).job
+    assert (job.recipe.optimizer, job.recipe.engine, job.mesh.dp_shard) == ("dion-muon", "fsdp2", ranks)
+    with pytest.raises(SpecError, match=r"_target_=.dion\.Muon"):
+        read(AUTO | said | {"optimizer": {"_target_": "dion.Muon", "scalar_opt": "lion"}})
+
+
+_LOSS = "nemo_automodel.components.loss"
+
+
+@pytest.mark.parametrize(("loss", "ranks", "parts"), [
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy"}, 1, ()),
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy", "fp32_upcast": False}, 1, ("narrow-loss",)),
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy", "fp32_upcast": False}, 2, ("narrow-loss", "gathered-logits")),
+    ({"_target_": f"{_LOSS}.masked_ce.MaskedCrossEntropy"}, 2, ("gathered-logits",)),
+    ({"_target_": f"{_LOSS}.te_parallel_ce.TEParallelCrossEntropy"}, 2, ("in-place-loss",)),
+    ({"_target_": f"{_LOSS}.linear_ce.FusedLinearCrossEntropy"}, 1, ())])  # fmt: skip
+def test_automodels_losses_read_the_logits_in_their_own_ways(
+    read: Callable[..., Resolved], loss: dict[str, Any], ranks: int, parts: tuple[str, ...]
+):
+    """Torch's cross-entropy reads fp32 logits or those of the model, of all ranks; Transformer Engine's writes over them."""
+    said = {"loss_fn": loss, "distributed": {"strategy": "fsdp2", "dp_size": 4, "tp_size": ranks}}
+    job = read(AUTO | said).job
+    assert set(job.recipe.fused_parts) - {"norm-in-one"} == set(parts)
+    assert_explained(estimate(job))
+    plain = replace(job, recipe=replace(job.recipe, fused_kernels="norm-in-one"))
+    assert (estimate(job).peak_bytes > estimate(plain).peak_bytes) is (parts == ("gathered-logits",))
+
+
 def test_automodel_compiles_nothing_under_fsdp2_unless_its_own_key_says_so(read: Callable[..., Resolved], tmp_path: Path):
     model = {"model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B"}, "compile": {"enabled": True}}
     for strategy, keys in (("fsdp2", set()), ("ddp", {"compile.enabled"})):
@@ -231,7 +263,7 @@ def test_automodel_compiles_nothing_under_fsdp2_unless_its_own_key_says_so(read:
     assert set(read_setup(tmp_path / "mine.yaml", gpus=None).matters) == {"distributed.enable_compile"}
 
 
-@pytest.mark.parametrize(("named", "recipe"), [("meta-llama/Llama-3.1-8B", "rowwise"), ("bigcode/starcoder2-7b", None)])
+@pytest.mark.parametrize(("named", "recipe"), [("bigcode/starcoder2-7b", "rowwise"), ("openai/gpt-oss-20b", None)])
 def test_automodels_float8_on_one_gpu_is_that_of_one_rank(
     read: Callable[..., Resolved], tmp_path: Path, named: str, recipe: str | None
 ):

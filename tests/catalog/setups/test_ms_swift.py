@@ -191,3 +191,18 @@ def test_placeholders_of_a_script_count_as_left_out(tmp_path: Path):
     setup = read_setup(path, gpus=None)
     assert "model" not in setup.flags
     assert setup.head_rows == 2  # ms-swift's own default
+
+
+@pytest.mark.parametrize(("more", "optimizer", "noted"), [
+    ("", "galore", set()), ("--galore_optim_per_parameter true", "galore", set()),
+    ("--galore_quantization true", "adamw", {"use_galore"}), ("--galore_rank 64", "adamw", {"use_galore"})])  # fmt: skip
+def test_galore_is_that_of_the_trainer_unless_its_settings_differ(
+    tmp_path: Path, more: str, optimizer: str, noted: set[str]
+) -> None:
+    """It projects the matrices of the blocks to rank 128 (swift/optimizers/galore/adamw.py, and pipelines/train/tuner.py)."""
+    path = tmp_path / "train.sh"
+    path.write_text(
+        f"swift sft --model Qwen/Qwen2.5-7B-Instruct --tuner_type full --use_galore true {more}\n", encoding="utf-8"
+    )
+    assert resolve(Request(from_file=str(path), gpu="h100-sxm-80gb", gpus=1)).job.recipe.optimizer == optimizer
+    assert read_setup(path, gpus=1).matters.keys() == noted

@@ -225,7 +225,6 @@ def test_axolotls_experts_in_four_bits_under_fsdp(read: Callable[..., Resolved],
     ("more", "words", "elsewhere"),
     [
         ({"qat": {"weight_dtype": "nvfp4", "activation_dtype": "nvfp4"}}, "does not train", {"qat": {"weight_dtype": "mxfp4"}}),
-        ({"flash_attn_fuse_mlp": True, "base_model": "Qwen/Qwen2.5-7B"}, "changes nothing", {"base_model": "huggyllama/llama-7b"}),
         ({"attn_implementation": "xformers", "base_model": "llama-7b"}, "same tensors", {"base_model": "Qwen/Qwen2.5-7B"}),
         ({"liger_rms_norm_gated": True}, "changes nothing", {"base_model": "Qwen/Qwen3.5-9B"}),
         ({"fused_attn_kernel": True}, "changes nothing", {"base_model": "Qwen/Qwen3-8B"}),
@@ -428,6 +427,53 @@ def test_a_key_that_matters_and_is_not_modelled_is_named(
     """The answer leaves the key out, and names whether it is too low because of that."""
     assert any(re.search(expected, note) for note in read(data, gpus=4).notes)
     assert key in read_setup(tmp_path / "mine.yaml", gpus=4).matters
+
+
+@pytest.mark.parametrize(
+    ("more", "dora", "upcast"),
+    [
+        ({}, "peft", "all"),
+        ({"quantization_bit": 4}, "peft", "norms"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}}, "none", "all"),
+    ],
+)
+def test_dora_is_read_with_engines_for_which_it_is_modelled(
+    read: Callable[..., Resolved], more: dict, dora: str, upcast: str, tmp_path: Path
+):
+    """Under autocast, weights in four bits beside DoRA are counted with norms in fp32."""
+    adapter = read(FACTORY | {"use_dora": True} | more, gpus=2).job.model.adapter
+    assert adapter is not None
+    assert (adapter.dora, adapter.upcast) == (dora, upcast)
+    assert ("use_dora" in read_setup(tmp_path / "mine.yaml", gpus=2).matters) == (dora == "none")
+
+
+@pytest.mark.parametrize(
+    ("data", "note"),
+    [
+        (without(AXOLOTL, "adapter", "load_in_4bit", flash_attn_fuse_mlp=True), "xformers has no fused SwiGLU since release"),
+        (without(AXOLOTL, "adapter", "load_in_4bit", flash_optimum=True), "optimum 1.16.2 cannot be imported beside"),
+        (
+            without(AXOLOTL, "adapter", "load_in_4bit", "flash_attention", "sample_packing", base_model="tiiuae/falcon-7b",
+                    attn_implementation="xformers"),
+            "transformers has no attention by xformers for this model, so this file does not train",
+        ),
+    ],
+)  # fmt: skip
+def test_keys_of_packages_that_axolotl_cannot_have_change_nothing(
+    read: Callable[..., Resolved], data: dict, note: str, tmp_path: Path
+):
+    assert any(note in one for one in read(data, gpus=4).notes)
+    assert not read_setup(tmp_path / "mine.yaml", gpus=4).matters
+
+
+def test_tokens_weighted_by_their_entropy_in_axolotl(read: Callable[..., Resolved], tmp_path: Path):
+    """Of several sequences the shifted logits are one copy more, which is not counted."""
+    said = without(AXOLOTL, "adapter", "load_in_4bit", base_model="google/gemma-3-1b-it", cls_model_config="Gemma3TextConfig",
+                   use_eaft=True, micro_batch_size=1)  # fmt: skip
+    assert read(said, gpus=1).job.recipe.log_probs == "eaft"
+    assert not {"use_eaft", "cls_model_config"} & read_setup(tmp_path / "mine.yaml", gpus=1).matters.keys()
+    assert read(said | {"micro_batch_size": 2}, gpus=1).job.recipe.loss == "full"
+    assert "use_eaft" in read_setup(tmp_path / "mine.yaml", gpus=1).matters
 
 
 @pytest.mark.parametrize(

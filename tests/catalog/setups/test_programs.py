@@ -164,6 +164,13 @@ def test_litgpt_ties_head_and_embedding(read: Callable[..., Resolved], tmp_path:
     assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
 
 
+def test_dora_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
+    adapter = read({**TUNE, "model": {**TUNE["model"], "use_dora": True}}, gpus=2).job.model.adapter
+    assert adapter is not None
+    assert adapter.dora == "torchtune"
+    assert not read_setup(tmp_path / "mine.yaml", gpus=2).matters
+
+
 def test_distillation_of_torchtune(read: Callable[..., Resolved], tmp_path: Path):
     more = {
         "teacher_model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
@@ -331,6 +338,8 @@ def test_nemos_names_of_megatrons_shape(read: Callable[..., Resolved], tmp_path:
         ("phi-2", "lora_query: true\nlora_value: true\nlora_projection: true\nlora_mlp: true",
          ("q_proj", "v_proj", "dense", "fc1", "fc2")),
         ("phi-2", "lora_mlp: true", ("fc1", "fc2")),
+        ("falcon-7b", "lora_query: true\nlora_value: true", ("query_key_value",)),
+        ("stablelm-base-alpha-3b", "lora_query: true\nlora_projection: true", ("query_key_value", "dense")),
         ("Phi-3-mini-4k-instruct", "lora_query: true\nlora_mlp: true", ("qkv_proj", "gate_up_proj", "down_proj")),
         ("Llama-3.2-1B", "lora_query: true\nlora_mlp: true", ("q_proj", "gate_proj", "up_proj", "down_proj")),
         ("Llama-3.2-1B", "", ("q_proj", "v_proj")),
@@ -915,11 +924,13 @@ def test_a_first_pipeline_stage_with_its_own_layers(read: Callable[..., Resolved
      ("actor_rollout_ref.actor.calculate_entropy=True actor_rollout_ref.actor.use_torch_compile=False", "entropy", True),
      ("actor_rollout_ref.model.use_fused_kernels=True", "chunks", False),
      ("actor_rollout_ref.model.use_fused_kernels=True actor_rollout_ref.model.fused_kernel_options.impl_backend=triton",
-      "in place", True)],
+      "kernels", False),
+     ("actor_rollout_ref.actor.calculate_sum_pi_squared=True", "in place", False),
+     ("actor_rollout_ref.actor.calculate_sum_pi_squared=True actor_rollout_ref.actor.use_torch_compile=False", "in place", True)],
 )  # fmt: skip
 def test_verls_entropy_has_a_gradient_of_its_own(
     read: Callable[..., Resolved], tmp_path: Path, said: str, how: str, noted: bool
 ):
     recipe = read(VERL.replace(" $@", f" {said}"), "mine.sh").job.recipe
-    assert recipe.log_probs == how
+    assert (recipe.log_probs, recipe.keep_logits) == (how, "squared" in said and not noted)
     assert bool(read_setup(tmp_path / "mine.sh", gpus=None).matters) == noted

@@ -8,7 +8,7 @@ from tests.docs.generated.markdown import table
 from tests.measured import stored
 from tests.measured.reserved import held, seen
 from zeroplan.engines.replayed_shares import MEASURED
-from zeroplan.measurement import SETTINGS
+from zeroplan.spec.hardware import SETTINGS
 
 
 def reserved() -> str:

@@ -37,6 +37,8 @@ JOBS = {
     "llama, states offloaded too, accumulating": asked("llama", recipe(fsdp2=Fsdp2Options(cpu_offload=True)), accum=2),
     "qwen3, FSDP2 3, selective": asked("qwen3", recipe(recompute="selective", precision="bf16")),
     "qwen3, DDP": asked("qwen3", recipe("ddp", 0)),
+    "olmo2, FSDP2 3, which casts rotary tables": asked("olmo2", recipe()),
+    "ernie4_5, FSDP2 3, selective": asked("ernie4_5", recipe(recompute="selective")),
     "gpt2, FSDP2 2": asked("gpt2", recipe(stage=2)),
     "gpt2, DDP, selective, fp32": asked("gpt2", recipe("ddp", 0, "selective", precision="fp32")),
     "llama, FSDP2 3, nothing recomputed": asked("llama", recipe(recompute="none")),

@@ -35,13 +35,15 @@ _AUTO_ADDS = """
 #: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
 #: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
 #: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
+#: Compiled attention (``compile_attn``) of DeepSeek V3 and Qwen 3 keeps what counts without the compiler, to 1 %, and its backward
+#: peaks up to 6 % lower: dry runs of models/deepseek_v3/layers.py, MLA, and qwen3_moe/layers.py. Other models ignore the key.
 #: MagiAttention saves the same on one rank of a sequence (2c641357, functional/dist_attn.py, save_tensors_for_bwd).
 _AUTO_BACKENDS: dict[str, tuple[object, ...]] = {
     "attn": ("te", "sdpa"), "linear": ("te", "torch", "quack"), "rms_norm": ("te", "torch", "torch_fp32", "quack"),
     "rope": ("torch", "quack"),
     "experts": ("gmm", "torch_mm", "te"), "dispatcher": ("deepep", "hybridep"), "rope_fusion": (), "dispatcher_num_sms": (),
     "dispatcher_share_token_dispatcher": (True,), "dispatcher_async_dispatch": (False,), "fake_balanced_gate": (),
-    "fake_gate_noise": (),
+    "fake_gate_noise": (), "compile_attn": (),
     "gate_precision": ("float32", "torch.float32"),
 }  # fmt: skip
 #: Of these, what chooses the kernels of experts and their router alone (components/moe/layers.py, MoE.__init__).
@@ -62,10 +64,7 @@ _AUTO_SPARSE = "{}={}: transformers' attention over all keys is counted, which k
 #: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
 _AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
     ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
-_AUTO_SAVES = """
-    distributed.offload_policy* freeze_config.*
-    model.backend.compile_attn
-"""
+_AUTO_SAVES = "distributed.offload_policy* freeze_config.*"
 
 
 def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
@@ -82,7 +81,10 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_length(reading)
     again = _auto_recompute(reading)
     _auto_attention(reading)
-    tell_optimizer(reading, "optimizer._target_")
+    if _is_dion(reading):
+        reading.tell("optimizer", "optimizer._target_", "dion-muon")
+    else:
+        tell_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
     _auto_flash_adam(reading)
     cut = table.last("loss_fn._target_") == "FusedLinearCrossEntropy"
@@ -192,6 +194,12 @@ def _auto_attention(reading: Reading) -> None:
     reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
 
 
+def _is_dion(reading: Reading) -> bool:
+    """Whether the optimizer is dion's Muon for the blocks' matrices, and AdamW for the rest (components/optim/dion.py)."""
+    table = reading.table
+    return table.get("optimizer._target_") == "dion.Muon" and table.get("optimizer.scalar_opt") in (None, "adamw")
+
+
 _TE_STATES = "optimizer.{}={}: states of Transformer Engine's Adam are counted in fp32, the most they take"
 
 
@@ -257,8 +265,8 @@ def _auto_alone(reading: Reading, strategy: str) -> None:
     model = reading.known_model()
     predicts = model is not None and model.predictions > 0
     narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)
-    if strategy == "fsdp2" and (predicts or narrow) and reading.flags["engine"].value == "ddp":
-        note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8")
+    if strategy == "fsdp2" and (predicts or narrow or _is_dion(reading)) and reading.flags["engine"].value == "ddp":
+        note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8" if narrow else "dion's Muon")
         reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
         reading.tell("stage", "distributed.strategy", 3, filled=True)
 
@@ -279,7 +287,8 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     split, dp = tp * cp * pp, table.data.get("distributed.dp_size")
     said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
     nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)
-    gpus = said or table.count("launched_gpus") or gpus or (nodes * (table.count("ci.nproc_per_node") or 8) if nodes else None)
+    each = table.count("ci.nproc_per_node") or (4 if table.get("ci.cluster_tag") == "gb200" else 8)  # GPUs of a node
+    gpus = said or table.count("launched_gpus") or gpus or (nodes * each if nodes else None)
     strategy = _strategy_of(reading)
     if strategy not in ("fsdp2", "ddp"):
         raise table.refused("distributed.strategy", "fsdp2 and ddp are modelled")
@@ -426,7 +435,19 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
         spread and not gathering and chosen.get("experts") == "te"
     )
     parts += ["router-in-fp32"] * ("gate_precision" in chosen) + _auto_te_float8(reading, parts)
-    reading.tell("fused_kernels", "model.backend", ",".join(parts), filled=True)
+    reading.tell("fused_kernels", "model.backend", ",".join([*parts, *_auto_loss(reading)]), filled=True)
+
+
+def _auto_loss(reading: Reading) -> list[str]:
+    """Return how the loss reads all logits (components/loss/): in their dtype, and of the whole vocabulary on every rank."""
+    table, flags = flat(reading), reading.flags
+    name, narrow = table.last("loss_fn._target_"), table.switch("loss_fn.fp32_upcast") is False
+    under_autocast = flags["engine"].value == "ddp" and flags["precision"].value != "bf16"
+    if "loss" in flags or under_autocast:
+        return []
+    if name == "TEParallelCrossEntropy":
+        return ["in-place-loss"]
+    return ["narrow-loss"] * narrow + ["gathered-logits"] * ("tensor_parallel" in flags)
 
 
 #: Ranks of one node, within which UCCL-EP has DeepEP's buffers (moe/uccl_ep/_buffer.py, get_dispatch_config; buffer.py).

@@ -62,7 +62,7 @@ _REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
 _SAVES = """
     layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
     quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters flash_attn_cross_entropy
-    flash_attn_fuse_mlp flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
+    flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
     liger_rms_norm_gated liger_cross_entropy
     train_attn train_mlp train_unembed context_parallel_size sequence_parallel_degree expert_parallel_size
     peft_layers_to_transform peft_layers_pattern large_head_attention fused_attn_kernel
@@ -73,7 +73,7 @@ _ADDS = """
 """
 _EITHER = """
     quantization use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather batch_flattening
-    llama4_linearized_experts use_onebitllms flash_optimum lora_model_dir
+    llama4_linearized_experts use_onebitllms lora_model_dir
     sdpa_varlen cls_model_config overrides_of_model_config use_dsv4_kernels use_glm_dsa_kernels
     flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs experts_implementation bnb_config_kwargs
 """
@@ -166,16 +166,21 @@ def _without_effect(reading: Reading, whole: Table) -> None:
     ops/fmha/dispatch.py.
     """
     model, said = reading.known_model(), whole.data.get("qat")
+    named = str(whole.data.get("cls_model_config")).removesuffix("Config").lower()
+    if model is not None and named == model.family.replace("_", ""):  # the class that transformers takes for the model anyway
+        whole.matters.pop("cls_model_config", None)
     reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
+    reading.notes += [note for key, note in _WITHOUT_A_PACKAGE.items() if whole.switch(key)]
     if isinstance(said, dict) and said.get("weight_dtype") == "nvfp4" and whole.matters.pop("qat", ""):
         reading.notes.append(_NO_NVFP4)
     for key, families in _ACTS_IN.items():
         if model is not None and model.family not in families and whole.matters.pop(key, ""):
             whole.saves.discard(key)
             reading.notes.append(_OTHER_FAMILY.format(key, " and ".join(families)))
-    by_xformers = "xformers" in str(whole.matters.get("attn_implementation"))
-    if by_xformers and model is not None and model.num_key_value_heads == model.num_attention_heads:
-        reading.notes.append(_XFORMERS)
+    if model is None or "xformers" not in str(whole.matters.get("attn_implementation")):
+        return
+    if model.family in _OWN_ATTENTION or model.num_key_value_heads == model.num_attention_heads:
+        reading.notes.append(_NO_XFORMERS if model.family in _OWN_ATTENTION else _XFORMERS)
         del whole.matters["attn_implementation"]
 
 
@@ -225,11 +230,25 @@ _NO_NVFP4 = (
 #: Keys that act on the blocks of some families alone. Gemma 4's attention is fused with this key and without it. Source:
 #: loaders/patch_manager.py, _apply_llama_flash_attn_patches, _apply_model_specific_patches; integrations/liger/plugin.py.
 _ACTS_IN = {
-    "flash_attn_fuse_mlp": ("llama", "llama4_text", "ernie4_5", "ernie4_5_moe"),
     "fused_attn_kernel": ("qwen3", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text"),
     "liger_rms_norm_gated": ("qwen3_5_text", "qwen3_5_moe_text"),
 }
 _OTHER_FAMILY = "{} acts in families {} alone, and changes nothing in this model"
+#: Keys whose package Axolotl 0.17 cannot have. Source: pyproject.toml (torch from 2.11 on, transformers 5.14, optimum 1.16.2);
+#: xformers 0.0.34, which removed ``swiglu_packedw`` before torch 2.11, and monkeypatch/llama_attn_hijack_flash.py, which then
+#: leaves the model as it is; optimum 1.16.2, utils/input_generators.py, whose import fails beside transformers 5 (run).
+_WITHOUT_A_PACKAGE = {
+    "flash_attn_fuse_mlp": "flash_attn_fuse_mlp changes nothing: xformers has no fused SwiGLU since release 0.0.34",
+    "flash_optimum": (
+        "flash_optimum: optimum 1.16.2 cannot be imported beside transformers 5, so this file does not train: the job is counted "
+        "without it"
+    ),
+}
+#: Families whose models choose attention from a list of their own (transformers 5.23, FALCON_ATTENTION_CLASSES).
+_OWN_ATTENTION = ("falcon",)
+_NO_XFORMERS = (
+    "transformers has no attention by xformers for this model, so this file does not train: FlashAttention is counted instead"
+)
 _XFORMERS = "xformers runs FlashAttention's kernels for this model, which keep the same tensors (read, not run)"
 
 
@@ -245,7 +264,7 @@ def _kernels(reading: Reading, whole: Table) -> None:
     if not (asked or by_default):
         return
     flags, model = reading.flags, reading.known_model()
-    ours = (model is None or model.family in ADAPTED_LIKE_LLAMA) and not eight
+    ours = (model is None or (model.family in ADAPTED_LIKE_LLAMA and not model.cross_layers)) and not eight
     if ours and (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp":
         told = flags.get("fused_kernels", Told("", ""))
         both = ",".join(filter(None, (str(told.value), "axolotl-lora")))
@@ -523,3 +542,16 @@ def _loss(reading: Reading, whole: Table) -> None:
     if parts := [part for part, key in keys.items() if whole.switch(key)]:
         reading.tell_liger(*parts, key=keys[parts[0]], loss=False)
     whole.leave(("liger_layer_norm", "liger_use_token_scaling"))  # vision towers: the same memory; numerics only
+    _weighted_tokens(reading, whole)
+
+
+def _weighted_tokens(reading: Reading, whole: Table) -> None:
+    """Read the loss that weights tokens by their entropy (monkeypatch/loss/eaft.py), of one sequence at a time.
+
+    accelerate returns the logits in fp32 under DDP and FSDP1. Of several sequences the shifted logits are a copy more.
+    """
+    by_deepspeed, engine = reading.deepspeed is not None, reading.flags.get("engine", Told("", "")).value
+    alone = not by_deepspeed and engine in ("ddp", "fsdp1") and (whole.count("micro_batch_size") or 1) == 1
+    if whole.switch("use_eaft") and alone and reading.flags.get("loss", Told("", "full")).value == "full":
+        reading.tell_log_probs("use_eaft", how="eaft")
+        whole.matters.pop("use_eaft", None)

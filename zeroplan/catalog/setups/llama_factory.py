@@ -8,7 +8,7 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
 from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, Told, TranslatedTable, known_keys, number_of
-from zeroplan.catalog.setups.trainer import arguments_read
+from zeroplan.catalog.setups.trainer import arguments_read, tell_dora
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import OF_LINEAR
 
@@ -81,6 +81,7 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py, instead of peft's preparation
         upcast = "norms" if whole.switch("upcast_layernorm") else "none"
         reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
+    tell_dora(reading)
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
         reading.tell("gpus", "ray_num_workers", workers, filled=True)
     return reading.setup("llama-factory")

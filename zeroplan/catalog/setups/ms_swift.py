@@ -72,6 +72,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _loop(reading, whole)
     tell_tower(reading, whole)
     _more_words(reading, whole)
+    _galore(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
         reading.tell("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
@@ -104,6 +105,24 @@ def _more_words(reading: Reading, whole: Table) -> None:
     note = _MORE_ROWS.format(rows, len(words))
     reading.tell("model", reading.flags["model"].key, replace(model, vocab_size=rows), note=note)
     whole.matters.pop("new_special_tokens", None)
+
+
+#: Settings of ms-swift's GaLore (optimizers/galore/utils.py) with which it is that of the Trainer, in other steps.
+_OF_GALORE: dict[str, tuple[object, ...]] = {
+    "galore_rank": (None, 128, "128"), "galore_target_modules": (None,), "galore_proj_type": (None, "std"),
+    "galore_with_embedding": (None, False, "false"), "galore_quantization": (None, False, "false"),
+    "optim": (None, "adamw_torch", "adamw_torch_fused"),
+}  # fmt: skip
+
+
+def _galore(reading: Reading, whole: Table) -> None:
+    """Read GaLore in full training on one GPU and under DDP; one optimizer per parameter takes no other memory."""
+    alone = "engine" in reading.flags and reading.flags["engine"].value == "ddp" and "lora_rank" not in reading.flags
+    if whole.switch("use_galore") and alone and all(whole.get(key) in fits for key, fits in _OF_GALORE.items()):
+        reading.tell("optimizer", "use_galore", "galore")
+        reading.flags.pop("optimizer_impl", None)
+        whole.matters.pop("use_galore")
+        whole.saves.discard("use_galore")
 
 
 def _task(reading: Reading, whole: Table) -> None:

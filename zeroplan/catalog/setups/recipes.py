@@ -68,7 +68,7 @@ NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sam
 
 _TUNE_ADDS = """
     teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
-    reward_and_value_model._component_ model.use_dora quantizer._component_
+    reward_and_value_model._component_ quantizer._component_
     model.encoder_trainable model.fusion_trainable value_checkpointer._component_ cudnn_deterministic_mode
 """
 
@@ -254,16 +254,16 @@ def _tune_step(reading: Reading) -> None:
 
 
 _QUERY_AND_VALUE = ("q_proj", "v_proj")
-_JOINT = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "o_proj": "dense"}
+_JOINT = {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", "query_key_value")), "o_proj": ("dense",)}
 
 
 def _in_every_family(names: list[str]) -> list[str]:
-    """Return attention's layers with the names that they have in Phi and Phi-3; a family without a layer leaves its name out.
+    """Return attention's layers with the names that they have in Phi, Phi-3, GPT-NeoX and Falcon; a family leaves out others.
 
     torchtune and litgpt build such models from their own layers. Where transformers joins projections, one adapter of the joint
     layer is counted for all of theirs. It has one first matrix where theirs have one each, which is some 10 KB less per layer.
     """
-    return list(dict.fromkeys([*names, *(_JOINT[one] for one in names if one in _JOINT)]))
+    return list(dict.fromkeys([*names, *(other for one in names for other in _JOINT.get(one, ()))]))
 
 
 def _tune_adapter(reading: Reading, component: str) -> None:
@@ -285,6 +285,8 @@ def _tune_adapter(reading: Reading, component: str) -> None:
     reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
     if component.startswith("qlora") or table.switch("model.quantize_base"):
         reading.tell("quantize", "model._component_", "nf4-double")
+    if table.switch("model.use_dora"):  # modules/peft/dora.py
+        reading.tell("dora", "model.use_dora", "torchtune")
 
 
 def _tune_fusion(reading: Reading) -> None:

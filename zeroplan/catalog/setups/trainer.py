@@ -109,6 +109,7 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     """Return the job in the file; raises SpecError for settings that are not modelled."""
     reading = arguments_read(table, folder)
+    tell_dora(reading)
     if reading.loop:
         reading.tell_log_probs(_key_of_dpo(table) or "beta")
     elif table.data.get("num_generations") is not None or table.switch("use_vllm"):
@@ -139,6 +140,22 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     _in_eight_bits(reading)
     table.leave(_KNOWN)
     return reading
+
+
+def tell_dora(reading: Reading) -> None:
+    """Read peft's DoRA with engines for which it is modelled. Under autocast, four bits are counted with norms in fp32."""
+    table, flags = reading.table, reading.flags
+    engine = "deepspeed" if reading.deepspeed else flags["engine"].value if "engine" in flags else ""
+    if "lora_rank" not in flags or engine not in ("ddp", "fsdp2") or not table.switch("use_dora"):
+        return
+    reading.tell("dora", "use_dora", "peft")
+    table.matters.pop("use_dora", None)
+    narrow = "upcast" in flags and flags["upcast"].value == "none" and str(flags["precision"].value).endswith("mixed")
+    if narrow and engine == "ddp" and "quantize" in flags:
+        reading.tell("upcast", "use_dora", "norms", filled=True, note=_WIDENED)
+
+
+_WIDENED = "DoRA beside four bits returns fp32 under autocast: it is counted with norms in fp32, which take as much"
 
 
 def _in_eight_bits(reading: Reading) -> None:

@@ -40,7 +40,7 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     reading.tell("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
     fused = reading.options.get("megatron.cross_entropy_fusion_impl", Told("", "")).value == "verl"
-    if fused or reading.flags.get("log_probs", Told("", "")).value == "chunks":
+    if fused or reading.flags.get("log_probs", Told("", "")).value in ("chunks", "kernels"):
         for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):
             table.leave((key,))
             table.matters.pop(key, None)
@@ -124,13 +124,25 @@ def _rewards(reading: Reading, *, counted: bool) -> None:
 
 
 def _log_probs(reading: Reading) -> LogProbs:
-    """Return how the update computes its loss; verl's fused head in Triton is not modelled."""
+    """Return how the update computes its loss (models/transformers/dense_common.py)."""
     table, entropy = reading.table, _has_entropy(reading)
-    in_torch = table.text(f"{_MODEL}fused_kernel_options.impl_backend") in (None, "torch")
-    if table.switch(f"{_MODEL}use_fused_kernels") and in_torch and reading.flags["engine"].value != "ddp":
-        return "chunks"
+    heads: dict[str | None, LogProbs] = {None: "chunks", "torch": "chunks", "triton": "kernels"}
+    backend = table.text(f"{_MODEL}fused_kernel_options.impl_backend")
+    if table.switch(f"{_MODEL}use_fused_kernels") and backend in heads and reading.flags["engine"].value != "ddp":
+        return heads[backend]
+    _sums_of_squares(reading)
     table.read.discard(f"{_MODEL}fused_kernel_options.impl_backend")
     return "entropy" if entropy else "in place"
+
+
+def _sums_of_squares(reading: Reading) -> None:
+    """Read the compiled sums of squared probabilities, whose graph, never run backward, holds the logits (actor/dp_actor.py)."""
+    key = f"{_ACTOR}calculate_sum_pi_squared"
+    if reading.table.switch(f"{_ACTOR}use_torch_compile") is not False and reading.table.switch(key):
+        reading.tell("keep_logits", key, value=True)
+        reading.table.leave((f"{_ACTOR}sum_pi_squared_checkpointing",))
+    else:
+        reading.table.read.discard(key)
 
 
 def _has_entropy(reading: Reading) -> bool:

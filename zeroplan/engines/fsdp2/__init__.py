@@ -199,8 +199,8 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     yield from notes_of_optimizer(recipe.optimizer)
     if recipe.optimizer == "muon":
         yield (
-            "torch's DTensor chooses what Muon gathers, exchanges and sums up, here as on nodes of 8 GPUs; with replicas it may "
-            "choose otherwise"
+            "torch's DTensor chooses what Muon gathers, exchanges and sums up, here as on nodes of 8 GPUs; it fails if a matrix "
+            "has fewer rows than ranks shard it"
         )
     if recipe.fsdp2.step_in_backward:
         yield "each weight's optimizer steps as soon as its unit is reduced, and frees the gradient"

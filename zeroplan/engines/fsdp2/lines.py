@@ -4,7 +4,7 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.buffers import ALONE, COPY_OUT, GATHER, POST_FORWARD, reduce_output_width, smaller_shard
 from zeroplan.engines.fsdp2.groups import Group, ParamGroup
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import PLAIN, Kind, Line, Role, Tag
 from zeroplan.numeric import Int, ceil_div, maximum, where
 
 # --- parameters -------------------------------------------------------------------------------------------------------
@@ -91,7 +91,9 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
 def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     """Return the casts or copies of a single rank beside its unsharded parameters. [bytes]
 
-    Frozen weights beside adapters are not cast, and the others are small. From host memory they are copied uncast.
+    Frozen weights beside adapters are not cast, and the others are small. From host memory they are copied uncast. The copies are
+    on the compute stream, which reuses their memory. Only a layer's experts are blocks so large that the allocator finds no other
+    use for them (replayed: DeepSeek-V3 on one rank reserves more than one such block beside the sum of its streams).
     """
     copies = plan.offloaded or (plan.cast_too and plan.width.mixed)
     if not copies or (isinstance(plan.gathers, int) and plan.gathers):
@@ -102,7 +104,9 @@ def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
         elements = unit.alone_from_host if plan.cast_too else unit.alone_beside_adapters
     n_bytes: Int = (1 - plan.gathers) * width * elements
     formula = group.said(n_bytes, f"(1 - min(1, N-1))·{product(width, elements)}")
-    return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE),)
+    has_experts = any(one.active_share != (1, 1) and not one.autocast for run in plan.runs for one in run.parameters)
+    tag = PLAIN if has_experts else Tag(Role.COPIED_OUT)
+    return (Line(Kind.GATHER, n_bytes, "its parameters, one after the other", formula, ALONE, tag),)
 
 
 def cut_to_smaller_shards(plan: Plan, run: int) -> Line:

@@ -301,6 +301,8 @@ def make_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, *,
     frozen = local_tensors(only_frozen(cut.tree), n, tp, ep) if cut.is_partly_frozen else ()
     updated = "P_stepped/N" if model.adapter is not None and model.adapter.runs else None
     tensors = local_tensors(only_stepped(cut.learning, model.adapter), n, tp, ep)
+    if recipe.optimizer == "muon":
+        tensors = tuple([one._replace(replicas=mesh.dp_replicate) for one in tensors])
     return plan_of(cut, tensors, frozen, model, recipe, mesh, batch, part=part, updated=updated)
 
 

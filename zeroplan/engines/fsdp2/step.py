@@ -13,7 +13,7 @@ from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role
 from zeroplan.spec.recipe import OF_PAIRS
 from zeroplan.trace import Inside, Moments, Trace, entry_of
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, without_input
 
 
 def moments(plan: Plan, step: tuple[Line, ...]) -> Moments:
@@ -113,7 +113,9 @@ class MicroBatch:
     def pass_of(self, position: Position) -> BlockPass:
         """Return the memory of a block. The first block's input counts among the shared lines, if those keep it."""
         one = self.plan.passes[position.run]
-        return one._replace(checkpoint=()) if self._keeps_input and position.layer == self.plan.tower_layers else one
+        if self._keeps_input and position.layer == self.plan.tower_layers:
+            return one._replace(checkpoint=without_input(one.checkpoint))
+        return one
 
     def inside_forward(self, position: Position) -> tuple[Line, ...]:
         """Return the lines of a block's forward at its peak."""
@@ -291,13 +293,13 @@ class MicroBatch:
         is_last = not position.layer and not plan.is_partly_frozen and self.ends is None
         if is_last:  # tensors that only blocks need are freed with the last block
             trace.shrink("shared", *plan.head.at_embedding, *plan.head.before)
-        keeps_input = not is_last and plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
+        keeps_input = not is_last and plan.recomputes[position.run] != "none"
         trace.shrink("left", *plan.left_behind(position.before, self.left))
         trace.hold(
             "leaving",
             buffers.flowing(plan, "gradient that flows out of this block", position.layer),
             *one.leaving,
-            *(one.checkpoint if keeps_input else ()),
+            *(one.kept("full") if keeps_input else ()),
         )
         self.run.post_backward(unit)
         trace.drop("leaving")

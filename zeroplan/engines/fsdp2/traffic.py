@@ -1,6 +1,8 @@
 """FSDP2's traffic per step: all-gathers before use, reduce-scatters after backward, all-reduces over replicas."""
 
 from collections.abc import Iterator
+from functools import partial
+from itertools import product
 
 from zeroplan.engines import dion
 from zeroplan.engines.fsdp2.buffers import GATHER
@@ -59,7 +61,7 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
 
         calls += exchanged(plan, batch, model, mesh)
     if plan.recipe.optimizer == "muon":
-        calls += of_muon(plan)
+        calls += of_muon(plan, mesh.dp_replicate)
     if plan.recipe.optimizer == "dion-muon":
         calls += of_dion(plan)
     return tuple(calls)
@@ -73,18 +75,19 @@ def _largest_values(plan: Plan, run: BlockRun, name: str, passes: Int) -> Iterat
         yield largest_values(run.parameters, plan.width.stored, passes * run.layers, name, plan.n, phase)
 
 
-def of_muon(plan: Plan) -> Iterator[Collective]:
+def of_muon(plan: Plan, replicas: Int) -> Iterator[Collective]:
     """Yield DTensor's collectives while Muon updates each matrix of a block, whose rows are sharded."""
     matrices = [tensor for tensor in plan.local_tensors if updated_by_muon(tensor)]
-    for operation, times in _BY_MUON.items():
-        calls, n_bytes = _of_matrices(matrices, plan.width.stored, operation)
-        sent = where(plan.n > 1, times * (n_bytes * (plan.n - 1) // plan.n), 0)
-        volume = where(plan.n > 1, times * n_bytes // _BF16, 0)
+    for (operation, times), among in product(_BY_MUON.items(), (Among.SHARDS, Among.REPLICAS)):
+        group = plan.n if among is Among.SHARDS else replicas
+        calls, n_bytes = _of_matrices(matrices, plan.width.stored, operation, over_replicas=among is Among.REPLICAS)
+        sent = where(group > 1, times * (n_bytes * (group - 1) // group), 0)
+        volume = where(group > 1, times * n_bytes // _BF16, 0)
         if isinstance(calls, int) and not calls:
             continue
         yield Collective(
-            operation, "matrices that Muon multiplies", "optimizer step", plan.n, calls, n_bytes // maximum(calls, 1), sent,
-            volume, SOURCE, of_all=n_bytes, phase=Phase.STEP,
+            operation, "matrices that Muon multiplies", "optimizer step", group, calls, n_bytes // maximum(calls, 1), sent,
+            volume, SOURCE, of_all=n_bytes, phase=Phase.STEP, among=among,
         )  # fmt: skip
 
 
@@ -99,13 +102,14 @@ def of_dion(plan: Plan) -> Iterator[Collective]:
         )  # fmt: skip
 
 
-def _of_matrices(matrices: list[LocalTensor], width: int, operation: str) -> tuple[Int, Int]:
+def _of_matrices(matrices: list[LocalTensor], width: int, operation: str, *, over_replicas: bool) -> tuple[Int, Int]:
     """Return the number of calls of one collective in a step, and their total bytes."""
+    sent = partial(sent_by, operation=operation, over_replicas=over_replicas)
     calls: Int = 0
     n_bytes: Int = 0
     for one in matrices:
-        calls = calls + one.repeat * for_ranks(one, width, lambda deeds: len(sent_by(deeds, operation)))
-        n_bytes = n_bytes + one.repeat * for_ranks(one, width, lambda deeds: sum(sent_by(deeds, operation)))
+        calls = calls + one.repeat * for_ranks(one, width, lambda deeds: len(sent(deeds)))
+        n_bytes = n_bytes + one.repeat * for_ranks(one, width, lambda deeds: sum(sent(deeds)))
     return calls, n_bytes
 
 

@@ -325,13 +325,13 @@ class StagePass(MicroBatch):
     def end_block(self, position: Position, unit: Unit) -> None:
         """Accumulate a block's gradients, or cast the first ones to the reduction's dtype."""
         plan, trace, one = self.plan, self.trace, self.pass_of(position)
-        keeps_input = plan.recomputes[position.run] != "none" and not plan.recipe.offload_activations
+        keeps_input = plan.recomputes[position.run] != "none"
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
         is_followed = plan.runs[position.run].kind != "first" or plan.recomputes[position.run] != "none"
         self.trace.pass_by(
             taken_up(plan, sizes_of_block(plan, position.run), first=not self.earlier),
             flowing_line(self.stage, "gradient that flows out of this block", int(is_followed)),
-            *(one.checkpoint if keeps_input else ()),
+            *(one.kept("full") if keeps_input else ()),
         )
         self.run.reshard(unit)  # it stays unsharded, and counts among the others from here on
 

@@ -17,7 +17,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
 from zeroplan.spec.family import INDEXED_FAMILIES
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.recipe import ON_PAPER
+from zeroplan.spec.recipe import ON_PAPER, PRIME_RL
 from zeroplan.spec.releases import is_reentrant, release_of
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.params import has_frozen, trained_layout
@@ -119,19 +119,22 @@ def _of_engine(job: JobSpec) -> tuple[tuple[bool, str], ...]:
 def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     """Yield features of older releases and other kernels that need more requests than the model's modules make."""
     adapter, recipe = job.model.adapter, job.recipe
-    release = release_of(recipe.transformers)
+    release, theirs = release_of(recipe.transformers), PRIME_RL in recipe.fused_parts
     return (
         (is_reentrant(recipe) and recipe.engine == "ddp" and recipe.recompute == "full", "reentrant checkpoints"),
         (job.model.family in release.tables_in_layers, "tables of positions in every layer"),
-        (bool(recipe.fused_parts), "fused kernels"),
+        (bool(set(recipe.fused_parts) - {PRIME_RL}), "fused kernels"),
         (adapter is not None and adapter.quantize == "gptq", "GPTQ's weights"),
         (adapter is not None and adapter.quantize == "int8", "weights in 8 bits"),
         (adapter is not None and HEAD in adapter.layers, "an adapter of the head"),
         (adapter is not None and bool(adapter.saved), "modules that are trained whole beside adapters"),
         (adapter is not None and adapter.compute == "fp32", "adapters that compute in fp32"),
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
-        (adapter is not None and job.model.moe is not None, "adapters beside experts"),
-        (adapter is not None and job.model.family not in ADAPTED_LIKE_LLAMA, "adapters in a family unlike Llama"),
+        (adapter is not None and job.model.moe is not None and not theirs, "adapters beside experts"),
+        (
+            adapter is not None and job.model.family not in ADAPTED_LIKE_LLAMA and not theirs,
+            "adapters in a family unlike Llama",
+        ),
         (adapter is not None and adapter.upcast == "norms" and job.model.is_quantised, "norms alone cast to fp32"),
     )
 

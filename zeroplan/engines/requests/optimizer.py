@@ -6,7 +6,7 @@ from zeroplan.engines.muon import step_of, updated_by_muon
 from zeroplan.engines.optimizers import LocalTensor, foreach_copies, state_lines, states_from_the_start, step_temporary_lines
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.requests.log import Log
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Among, Kind, Line
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 
@@ -59,7 +59,8 @@ class Update:
         for tensor in filter(updated_by_muon, tensors):
             for one in step_of(tensor, self.width):
                 if one.sends:
-                    log.call(one.name, one.n_bytes, tensor.ranks)
+                    among = (tensor.replicas, Among.REPLICAS) if one.over_replicas else (tensor.ranks, Among.SHARDS)
+                    log.call(one.name, one.n_bytes, *among)
                 else:
                     log.request(one.name, one.n_bytes, kind, "step: Newton-Schulz iterates of a matrix")
                     log.release(*(() if one.n_bytes else (one.name,)))

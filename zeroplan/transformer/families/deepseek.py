@@ -202,6 +202,10 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
+    if tape.mode.by_prime_rl:
+        from zeroplan.transformer.families.prime_rl import moe  # noqa: PLC0415  few jobs have it
+
+        return moe(tape, normal, block)
     routing = _ROUTERS.get(block.family, router)(tape, normal, block)
     run_shared = partial(gated_mlp, tape, normal, block, MOE, width=n * m, prefix="shared experts: ")
     first = run_shared() if tape.mode.sends_by else None

@@ -7,11 +7,11 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Tag
-from zeroplan.spec.adapter import Quantize, Stacked
+from zeroplan.spec.adapter import Dora, Quantize, Stacked
 from zeroplan.spec.family import TRAITS, Activation
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import Attention, Recompute
+from zeroplan.spec.recipe import LINEAR_KERNELS, Attention, Recompute
 from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
@@ -74,6 +74,8 @@ class Training(NamedTuple):
     """Layers in four bits keep fp32 inputs and dequantise their weights to fp32."""
     dropout: bool = False
     """Adapters drop elements of their inputs."""
+    dora: Dora = "none"
+    """Adapters have DoRA's magnitudes, in this program's order of operators."""
     runs: int = 0
     """Adapters beside each layer in prime-rl's modules; 0: one, in peft's."""
     looped: bool = False
@@ -194,6 +196,11 @@ class Block(NamedTuple):
     def made_on_demand(self) -> bool:
         """Whether the block's checkpoint is part of its compiled graph, whose backward makes tensors again one by one."""
         return self.recompute != "none" and "compiled-blocks" in self.fused
+
+    @property
+    def by_kernels(self) -> bool:
+        """Whether kernels of other packages run linear attention."""
+        return LINEAR_KERNELS in self.fused
 
     @property
     def attend(self) -> Attend:

@@ -19,7 +19,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import ROUNDING, Loss
+from zeroplan.spec.recipe import OF_LOSS, ROUNDING, Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
 from zeroplan.transformer.families import fake_quantised
 from zeroplan.transformer.families import operators as op
@@ -47,7 +47,7 @@ from zeroplan.transformer.families.tape import (
 from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
-from zeroplan.transformer.symbols import T, T_p, V, b, e, h, i, r, z
+from zeroplan.transformer.symbols import T, T_p, V, V_w, b, e, h, i, r, z
 
 HEAD = "transformers 5.23, models/llama/modeling_llama.py, LlamaForCausalLM.forward"
 FULL = "transformers 5.23, loss/loss_utils.py, ForCausalLMLoss"
@@ -59,11 +59,14 @@ FUSED = "liger_kernel 0.8.5, ops/fused_linear_cross_entropy.py, fused_linear_cro
 TILED = "trl 1.16, kernels/chunked_logprob.py, ChunkedLogProbFunction"
 IN_PLACE = "verl 0.9.1, utils/torch_functional.py, logprobs_from_logits_flash_attn"
 OF_CHUNKS = "verl b178a3cd, utils/experimental/torch_functional.py, FusedLinearForPPOFunction"
+OF_KERNELS = "verl b178a3cd, utils/kernel/linear_cross_entropy.py, LinearCrossEntropy"
 OF_COLUMNS = "prime-rl b798a90d, trainer/models/layers/lm_head.py, FusedOutputLinear"
 COMPARED = "trl 1.16, kernels/chunked_divergence.py, ChunkedDivergenceFunction"
 SCORED = "trl 1.16, trainer/utils.py, add_fused_lm_head"
 PAIRS = "trl 1.16, experimental/orpo/orpo_trainer.py, concatenated_forward, and kernels/logprob_entropy.py"
 WRITTEN_OVER = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/cross_entropy_loss.py, FastForCausalLMLoss"
+OF_ALL_RANKS = "NeMo AutoModel 36044ad3, components/loss/masked_ce.py, MaskedCrossEntropy.forward"
+WRITTEN_EARLY = "NeMo AutoModel 36044ad3, components/loss/te_parallel_ce.py, CrossEntropyFunction"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
 
@@ -196,7 +199,7 @@ def output_bytes(ending: Ending, values: Values) -> Int:
 
 #: Fused kernels of the final norm and of the loss.
 _FUSED = (
-    "cross-entropy", "loss-in-pieces", "compiled-loss", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
+    *OF_LOSS, "gathered-logits", "rms-norm", "liger-rms-norm", "norm-in-one", "te-float8", "te-linear",
 )  # fmt: skip
 
 
@@ -341,11 +344,25 @@ def _all_at_once(tape: Tape, read: Value, ending: Ending) -> _Ran:
     given, copies = _without_the_last(tape, logits) if shifts else (logits, ())
     shifted = "labels, shifted", 8 * (T - b) * _several(), SHIFTED, LABELS  # of one sequence a view of the batch's own
     labels = (tape.make(LOGITS, *shifted),) if shifts else _labels(tape)
-    in_one = _written_over if in_place else _compiled if "compiled-loss" in ending.fused else cross_entropy
-    run = _over_ranks if ending.sharded else in_one
-    loss, names = run(tape, given, labels[-1:])
+    loss, names = _cross_entropy_of(ending)(tape, given, labels[-1:])
     kept = tuple([store for store in tape.saved if store not in before])
     return _Ran(loss, kept, (*names, *copies, *labels, logits.store), (logits.store,))
+
+
+_CrossEntropy = Callable[[Tape, Value, tuple[Store, ...]], tuple[Value, tuple[Store, ...]]]
+
+
+def _cross_entropy_of(ending: Ending) -> _CrossEntropy:
+    """Return how cross-entropy runs on all logits."""
+    others: dict[str, _CrossEntropy] = {
+        "in-place-loss": _written_early,
+        "cross-entropy": _written_over,
+        "compiled-loss": _compiled,
+    }
+    narrow = "narrow-loss" in ending.fused
+    if ending.sharded and "in-place-loss" not in ending.fused:
+        return partial(_gathered_first, narrow=narrow) if "gathered-logits" in ending.fused else _over_ranks
+    return next((others[name] for name in others if name in ending.fused), partial(cross_entropy, narrow=narrow))
 
 
 def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
@@ -495,9 +512,9 @@ def _makes(reason: str, value: Value) -> Backward:
     return backward
 
 
-def _wide(tape: Tape, logits: Value) -> Value:
-    """Return the logits in fp32: a copy, or the logits themselves."""
-    if tape.is_wide(logits.dtype):
+def _wide(tape: Tape, logits: Value, *, narrow: bool = False) -> Value:
+    """Return the logits in fp32: a copy, or the logits themselves, as always if ``narrow``."""
+    if narrow or tape.is_wide(logits.dtype):
         tape.hold(logits.store)
         return logits
     made = _logits(tape, logits, "logits in fp32", FULL, 4)
@@ -509,24 +526,56 @@ def _scalar() -> Value:
     return Value(Store(LOGITS, "loss", NOTHING, FULL), 4, NOTHING)
 
 
-def cross_entropy(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
-    """Run cross-entropy. Return the loss and its variables' tensors. Autograd saves log-softmax in fp32 and the labels.
+def cross_entropy(
+    tape: Tape, logits: Value, labels: tuple[Store, ...], *, narrow: bool = False
+) -> tuple[Value, tuple[Store, ...]]:  # fmt: skip
+    """Run cross-entropy. Return the loss and its variables' tensors. Autograd saves log-softmax and the labels.
 
-    Its backward frees the labels a moment early. The next moment is higher anyway: a row of logits is longer than a label.
+    Logits are cast to fp32 first, unless ``narrow``. The backward frees the labels a moment early. The next moment is higher
+    anyway: a row of logits is longer than a label.
     """
-    wide = _wide(tape, logits)
-    softmax = _logits(tape, wide, "log-softmax of the logits, fp32", FULL)
+    wide, (element, kind) = _wide(tape, logits, narrow=narrow), (logits.dtype, "") if narrow else (4, ", fp32")
+    softmax = _logits(tape, wide, f"log-softmax of the logits{kind}", FULL)
     loss = _scalar()
     for label in labels:
         tape.saved[tape.hold(label)] = None
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         tape.drop(*(labels if tape.half is Half.WHOLE else ()))
-        tape.scratch.append(tape.make(LOGITS, "gradient of log-softmax, fp32", 4 * softmax.shape, FULL))
-        return [(wide, tape.make(LOGITS, "gradient of the fp32 logits", 4 * wide.shape, FULL))]
+        tape.scratch.append(tape.make(LOGITS, f"gradient of log-softmax{kind}", element * softmax.shape, FULL))
+        reason = "gradient of the logits" if narrow else "gradient of the fp32 logits"
+        return [(wide, tape.make(LOGITS, reason, element * wide.shape, FULL))]
 
     tape.add("loss", (loss,), (softmax.store,), backward, of=(wide,), place=AT_LOSS)
     return loss, (wide.store, softmax.store)
+
+
+def _gathered_first(
+    tape: Tape, logits: Value, labels: tuple[Store, ...], *, narrow: bool
+) -> tuple[Value, tuple[Store, ...]]:  # fmt: skip
+    """Gather the logits of all ranks after their cast, and run cross-entropy on the whole vocabulary on each of them."""
+    own = _wide(tape, logits, narrow=narrow)
+    size = own.dtype * T * V_w
+    by_rank = tape.make(LOGITS, "logits of all ranks, one after the other", size, OF_ALL_RANKS)
+    whole = Value(tape.make(LOGITS, "logits of the whole vocabulary", size, OF_ALL_RANKS), own.dtype, T * V_w)
+    tape.send(Exchange("all_gather", Among.TENSOR, size))
+    tape.drop(by_rank)
+    tape.add("gathering of the logits", (whole,), (), _makes("gradient of this rank's logits", own), of=(own,), place=AT_LOSS)
+    tape.release(own)
+    loss, names = cross_entropy(tape, whole, labels, narrow=narrow)
+    return loss, (whole.store, *names)
+
+
+def _written_early(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
+    """Run Transformer Engine's cross-entropy, whose forward writes the gradient over the logits in their own dtype."""
+    rows = tape.make(LOGITS, "loss, largest logit, sum and label's logit of each token, fp32", 16 * T, WRITTEN_EARLY)
+    loss = _scalar()
+
+    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
+        return [op.through(logits, logits.store)]
+
+    tape.add("loss", (loss,), (logits.store, *labels), backward, of=(logits,), place=AT_LOSS)
+    return loss, (rows,)
 
 
 def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
@@ -815,6 +864,36 @@ def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
     return _Ran(loss, (labels, scores), (labels, scores))
 
 
+def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
+    """Run verl's fused head in Triton: 1,024 columns at a time of all tokens, and 9,504 in the backward. Read, not run.
+
+    The backward makes a gradient of the whole weight, even of a frozen head. A piece's product with the weight is added to the
+    gradient of the input. The last piece is copied without its padding. Both at once are counted, which is at most one of them
+    too much.
+    """
+    labels = tape.make(LOGITS, "labels", 8 * T, OF_KERNELS, LABELS)
+    rows = tape.make(LOGITS, "log-probability, entropy and three sums of each token, fp32", 20 * T, OF_KERNELS)
+    tape.drop(tape.make(LOGITS, "sums for pieces of the vocabulary, fp32", 12 * T * ceil(V, 1024), OF_KERNELS))
+    loss = _scalar()
+
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_KERNELS)
+        tape.drop(
+            tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_KERNELS),
+            tape.make(LOGITS, "two pieces of the gradient of the logits", 2 * e * _COLUMNS_OF_VERL * T, OF_KERNELS),
+            tape.make(GRADIENT, "gradient of the head's input, a piece's part", e * T * h, OF_KERNELS),
+        )
+        if not ending.frozen_head:
+            tape.weight_gradient(h * V)
+        if tape.follows(read):
+            return [(read, made)]
+        tape.drop(made)
+        return []
+
+    tape.add("log-probabilities", (loss,), (read, labels, rows), backward, of=None, place=AT_LOSS)
+    return _Ran(loss, (labels, rows), (labels, rows))
+
+
 class _Divergence(NamedTuple):
     """Bytes of a logit: held in the forward beside the student's own and what is kept, kept, and beside that in the backward."""
 
@@ -936,6 +1015,8 @@ def _casts_of_a_tile(tape: Tape, scored: Value, pieces: int) -> tuple[Store, ...
     )
 
 
+_COLUMNS_OF_VERL = 9504
+"""verl b178a3cd, utils/kernel/kernels.py, efficient_entropy_backward."""
 TILE_ROWS, TILE_COLUMNS = 4096, 32768
 """trl 1.16, kernels/chunked_logprob.py, TOKEN_CHUNK_SIZE, and trainer/utils.py, _CHUNKED_LOGPROB_CHUNK_SIZE."""
 _ROWS = T - b * i
@@ -954,6 +1035,7 @@ _LOSSES: dict[str, Callable[[Tape, Value, Ending], _Ran]] = {
     "log-probs, in place": _in_place,
     "log-probs, chunks": _by_chunks,
     "log-probs, columns": _by_columns,
+    "log-probs, kernels": _by_kernels,
     "log-probs, entropy": partial(_in_place, entropy=True),
     "log-probs, jsd": partial(_compared, kind=_JSD),
     "log-probs, jsd and sft": partial(_compared, kind=_JSD._replace(kept=7 * e + 4)),  # log-softmax of cross-entropy, in fp32

@@ -40,6 +40,7 @@ from zeroplan.transformer.symbols import E, T, e, h, m, r, t, x, z
 ROUTER = "transformers 5.23, models/mixtral/modeling_mixtral.py, MixtralTopKRouter.forward"
 MINIMAX = "transformers 5.23, models/minimax_m2/modeling_minimax_m2.py, MiniMaxM2TopKRouter.forward"
 EXPERTS = "transformers 5.23, integrations/moe.py, grouped_mm_experts_forward"
+FALLBACK = "transformers 5.23, integrations/moe.py, _grouped_mm_fallback"
 DISPATCH = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._dispatch_tokens"
 COMBINE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP._combine_tokens"
 
@@ -144,14 +145,14 @@ def biased_router(tape: Tape, logits: Value, block: Block, source: str) -> Routi
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
-    shares = _shares(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
+    shares = divided_by_sum(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
     weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
     tape.drop(biased, best)
     tape.release(scores)
     return Routing(logits, weights, indices)
 
 
-def _shares(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
+def divided_by_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Value:
     """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
     total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
     made = op.run(
@@ -282,7 +283,8 @@ def grouped_product(
     """``grouped_mm``, which autocast ignores. Its backward makes the gradients of ``experts`` weights first.
 
     Gradients of a rank's own experts (``x``) reach their weights only after the backward of operators that ran earlier.
-    ``weight``: the frozen weights with an adapter, or written out of four bits.
+    ``weight``: the frozen weights with an adapter, or written out of four bits. An old GPU multiplies expert by expert
+    (``FALLBACK``), in a Python operator that saves both factors, makes both gradients, and has ``ends`` on its node.
     """
     if tape.mode.float8_experts and experts == x:
         from zeroplan.transformer.families.te_float8 import grouped  # noqa: PLC0415  keeps start-up fast
@@ -291,7 +293,7 @@ def grouped_product(
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", r, P_own * width, EXPERTS)
     is_sum = weight is not None and weight not in tape.untracked
-    trains_none = tape.mode.weights_frozen and not is_sum
+    trains_none, one_by_one = tape.mode.weights_frozen and not is_sum, tape.mode.expert_by_expert
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         arriving: Arriving = []
@@ -299,14 +301,18 @@ def grouped_product(
             arriving.append((weight, op.gradient(tape, weight, f"gradient of the weights of {name}", EXPERTS)))
         elif not trains_none:
             tape.weight_gradient(experts * reads * width, waits=experts == x)
-        if weight is None or tape.follows(value):
+        elif one_by_one:
+            tape.temporary(f"gradient of the frozen weights of {name}, unused", r * experts * reads * width, FALLBACK)
+        if one_by_one or weight is None or tape.follows(value):
             arriving.append((value, op.gradient(tape, value, f"gradient of the input of {name}", EXPERTS)))
         return arriving
 
     frozen = Beside(f"weights of {name}", r * experts * reads * width, strided=True)
-    summed = (weight,) if weight is not None and tape.follows(value) else ()
-    saved = (*(() if trains_none else (value,)), ends, *summed)
+    summed = (weight,) if weight is not None and (one_by_one or tape.follows(value)) else ()
+    saved = (*(() if trains_none and not one_by_one else (value,)), *(() if one_by_one else (ends,)), *summed)
     of, beside = (tape.with_weight(value), (frozen,)) if weight is None else ((value, weight), ())
+    if one_by_one and (of is None or tape.follows(*of)):
+        tape.hold_in_node(ends)
     tape.add(name, (made,), saved, backward, of=of, beside=beside)
     return made
 

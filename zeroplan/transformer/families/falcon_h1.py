@@ -67,8 +67,8 @@ def _tensors(model: ModelSpec) -> Layout:
     both = norms(model, ("input_layernorm", "pre_ff_layernorm"))
     attention = attention_of(model, bias=model.attention_bias)
     kinds = {
-        kind: (*mlp, *of_mixer(model, "mamba", normed=kind == "beside, normed"), *attention, *both)
-        for kind in ("beside", "beside, normed")
+        kind: (*mlp, *of_mixer(model, "mamba", normed=kind == "beside_normed"), *attention, *both)
+        for kind in ("beside", "beside_normed")
     }
     return patterned(model, kinds, ("model.embed_tokens", "model.final_layernorm"))
 

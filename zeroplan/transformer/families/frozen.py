@@ -83,7 +83,7 @@ def linear(
 
             return output(tape, value, width, site, training, reads=reads)
         if training.quantize != "none" and site.is_linear_layer:
-            return _quantised(tape, value, site, training, width=width, reads=reads)
+            return _quantised(tape, value, site, training, width=width, reads=reads, bias=bias)
         return _adapted(tape, value, site, training, width=width, reads=reads, bias=bias)
 
 
@@ -100,7 +100,7 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)
     given = op.cast(tape, value, 4 if tape.autocast or training.wide_adapters else e, read)
-    return plus_adapter(tape, given, made, site, training, width=width, reads=reads)
+    return plus_adapter(tape, given, made, site, training, width=width, reads=reads, bias=bias)
 
 
 def frozen_linear(
@@ -140,7 +140,7 @@ def copied_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: S
     return made
 
 
-def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
+def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, bias: bool) -> Value:
     """Run a layer in four bits and its adapter, if any. Autocast casts the adapter's input."""
     adapted = training.adapts(site)
     with tape.owning() if adapted else nullcontext():
@@ -153,26 +153,20 @@ def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, widt
     if not adapted:
         return made
     tape.hold(value.store)
-    return plus_adapter(tape, value, made, site, training, width=width, reads=reads)
+    return plus_adapter(tape, value, made, site, training, width=width, reads=reads, bias=bias)
 
 
 def plus_adapter(
-    tape: Tape, given: Value, made: Value, site: Site, training: Training, *, width: Size, reads: Size
+    tape: Tape, given: Value, made: Value, site: Site, training: Training, *, width: Size, reads: Size, bias: bool = False
 ) -> Value:  # fmt: skip
     """Run the adapter on ``given`` and add its scaled output to ``made``; release both."""
+    if training.dora != "none":
+        from zeroplan.transformer.families.dora import plus_dora  # noqa: PLC0415  few jobs have it
+
+        return plus_dora(tape, given, made, site, training, width=width, reads=reads, bias=bias)
     name, module = site.name, site.module
     read = dropped(tape, given, site) if training.dropout else given
-    product = op.wide_linear if training.wide_adapters else op.trained_linear
-    first, second = ranks_of_adapter(site) if tape.mode.sharded else (z, z)
-    with tape.owning():
-        inner = product(tape, read, first, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
-    if training.dropout:
-        tape.release(read)
-    inner, beside = between_matrices(tape, inner, site) if tape.mode.sharded else (inner, ())
-    with tape.owning():
-        outer = product(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=second)
-    tape.release(inner)
-    tape.drop(*beside)
+    outer = low_rank(tape, read, site, training, width=width, reads=reads, only=training.dropout)
     scale = Site(f"{name}'s adapter: scale", LORA, module, At.ADAPTED)
     scaled = op.scaled(tape, outer, f"output of the {name}'s adapter, scaled", scale)
     add = op.add_in_place if training.quantize == "gptq" else op.add  # peft 0.13, tuners/lora/gptq.py, QuantLinear.forward
@@ -183,6 +177,25 @@ def plus_adapter(
     narrow = op.cast(tape, total, e, scale._replace(name=f"output of the {name} and its adapter"))
     tape.release(total)
     return narrow
+
+
+def low_rank(
+    tape: Tape, read: Value, site: Site, training: Training, *, width: Size, reads: Size, only: bool
+) -> Value:  # fmt: skip
+    """Run both matrices of an adapter. ``only``: no variable but the first product's argument holds ``read``."""
+    name, module = site.name, site.module
+    product = op.wide_linear if training.wide_adapters else op.trained_linear
+    first, second = ranks_of_adapter(site) if tape.mode.sharded else (z, z)
+    with tape.owning():
+        inner = product(tape, read, first, Site(f"{name}'s adapter, A", LORA, module, At.ADAPTER_A), reads=reads)
+    if only:
+        tape.release(read)
+    inner, beside = between_matrices(tape, inner, site) if tape.mode.sharded else (inner, ())
+    with tape.owning():
+        outer = product(tape, inner, width, Site(f"{name}'s adapter, B", LORA, module, At.ADAPTER_B), reads=second)
+    tape.release(inner)
+    tape.drop(*beside)
+    return outer
 
 
 def dropped(tape: Tape, given: Value, site: Site) -> Value:

@@ -36,6 +36,10 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run router and experts."""
+    if tape.mode.by_prime_rl:
+        from zeroplan.transformer.families.prime_rl import moe  # noqa: PLC0415  few jobs have it
+
+        return moe(tape, normal, block)
     if block.looped and block.training is not None:
         from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
 

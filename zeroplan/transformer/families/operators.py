@@ -549,9 +549,13 @@ _PLAIN_RMS_NORMS = ("cast, then weighted", "weighted, then cast", "copied weight
 
 
 def norm(
-    tape: Tape, value: Value, name: str, kind: Norm, *, weight: Size = h, rows: Size = T, place: Place | None = None
+    tape: Tape, value: Value, name: str, kind: Norm, *, weight: Size = h, rows: Size = T, place: Place | None = None,
+    means: list[Store] | None = None,
 ) -> Value:  # fmt: skip
-    """Run a norm of ``rows`` rows whose weight has ``weight`` elements."""
+    """Run a norm of ``rows`` rows whose weight has ``weight`` elements.
+
+    ``means`` gets the means of an RMSNorm in single operators, if the variable that holds them does not end with the norm.
+    """
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
     with tape.owning():
@@ -565,7 +569,7 @@ def norm(
             return _norm_in_one_operator(tape, value, weight, rows, site, is_layer=kind.kind == "layer")
         if kind.kind == "layer, written out":
             return _layer_norm_written_out(tape, value, weight, rows, site)
-        return _rms_norm(tape, value, kind, weight, rows, site)
+        return _rms_norm(tape, value, kind, weight, rows, site, means)
 
 
 def _layer_norm_written_out(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Value:
@@ -656,7 +660,9 @@ def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, si
     return made
 
 
-def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, site: Site) -> Value:
+def _rms_norm(
+    tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, site: Site, means: list[Store] | None
+) -> Value:  # fmt: skip
     """Run an RMSNorm. Autograd saves its input in fp32, the reciprocal root mean square, and the weight's other factor."""
     wide = cast(tape, value, 4, site._replace(name=f"{site.name}: its input"))
     by_power = kind.kind.startswith("power")
@@ -677,7 +683,10 @@ def _rms_norm(tape: Tape, value: Value, kind: Norm, weight: Size, rows: Size, si
         made = _weighted_in_32_bits(
             tape, normal, value.dtype, weight, site, one_plus=kind.kind == "one plus weight", copied=copied, named=True
         )
-    tape.drop(*named)
+    if means is None:
+        tape.drop(*named)
+    else:
+        means += named
     return made
 
 

@@ -30,6 +30,8 @@ from zeroplan.transformer.families.definition import (
 )
 from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
 from zeroplan.transformer.families.experts import routed_experts, router
+from zeroplan.transformer.families.linear_kernels import convolution
+from zeroplan.transformer.families.linear_kernels import gated_delta_rule as gated_delta_rule_of_fla
 from zeroplan.transformer.families.llama import attention
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
@@ -92,7 +94,7 @@ def _of_two_projections(tape: Tape, normal: Value, block: Block) -> Attended:
         tape.release(*apart)
     flat = [_in_order(tape, one, name) for one, name in ((value, "values"), (query, "queries"), (key, "keys"))]
     tape.release(query, key, value)
-    mixed = _mixed(tape, (flat[1], flat[2], flat[0]))
+    mixed = _mixed(tape, (flat[1], flat[2], flat[0]), block)
     tape.release(*flat)
     out = _by_the_rule(tape, mixed, beta, decay, gate, block)
     tape.release(joint, rates, gate, beta, decay)
@@ -108,7 +110,7 @@ def _of_four_projections(tape: Tape, normal: Value, block: Block) -> Attended:
         op.linear(tape, normal, A, Site(f"projection to {name}", LINEAR_3_5, layer=layer))
         for name, layer in (("beta", "in_proj_b"), ("decay", "in_proj_a"))
     )
-    mixed = _convolved(tape, joint)
+    mixed = _convolved(tape, joint, block)
     out = _by_the_rule(tape, mixed, beta, decay, gate, block)
     tape.release(gate, beta, decay)
     return Attended(out)
@@ -119,12 +121,22 @@ def _by_the_rule(tape: Tape, mixed: Value, beta: Value, decay: Value, gate: Valu
     learnt = op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
     logarithm = _decay(tape, decay)
     query, key, value = op.chunk(tape, mixed, (T * J * D, T * J * D, T * A * I), Site("parts q, k and v", LINEAR))
-    made = gated_delta_rule(tape, Given(query, key, value, learnt, logarithm), block)
-    normed = _gated_norm(tape, made, gate)
-    tape.release(made, learnt)
+    run = gated_delta_rule_of_fla if block.by_kernels else gated_delta_rule
+    made = run(tape, Given(query, key, value, learnt, logarithm), block)
+    flat = _flat(tape, gate, block)
+    normed = _gated_norm(tape, made, flat)
+    tape.release(made, learnt, flat)
     out = op.linear(tape, normed, h, Site("output projection", LINEAR, layer="out_proj"), reads=A * I)
     tape.release(normed, mixed, query, key, value, logarithm)
     return out
+
+
+def _flat(tape: Tape, gate: Value, block: Block) -> Value:
+    """Return the gate with a row per head: of several heads beside a single key in one projection a copy, else a view."""
+    if block.family == "qwen3_next" and block.grouped and block.one_key:
+        return _in_order(tape, gate, "z")
+    tape.hold(gate.store)
+    return gate
 
 
 def _in_order(tape: Tape, value: Value, name: str) -> Value:
@@ -132,17 +144,21 @@ def _in_order(tape: Tape, value: Value, name: str) -> Value:
     return op.run(tape, value, f"{name} of linear attention", Site(f"{name}, in order", LINEAR), dtype=e)
 
 
-def _mixed(tape: Tape, parts: tuple[Value, ...]) -> Value:
+def _mixed(tape: Tape, parts: tuple[Value, ...], block: Block) -> Value:
     """Join queries, keys and values, then run the convolution."""
     wide = 2 * J * D + A * I
     joined = op.joined(
         tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
     )
-    return _convolved(tape, joined)
+    return _convolved(tape, joined, block)
 
 
-def _convolved(tape: Tape, joined: Value) -> Value:
+def _convolved(tape: Tape, joined: Value, block: Block) -> Value:
     """Run the convolution and SiLU. It releases ``joined``."""
+    if block.by_kernels:
+        made = convolution(tape, joined, 2 * J * D + A * I, l, Site("convolution", LINEAR))
+        tape.release(joined)
+        return made
     bare = op.convolution(tape, joined, 2 * J * D + A * I, l, Site("convolution", LINEAR))
     made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", LINEAR))
     tape.release(bare, joined)
@@ -182,14 +198,17 @@ def _decay(tape: Tape, given: Value) -> Value:
 
 
 def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
-    """Normalise each head, and multiply by SiLU of the gate in fp32."""
-    normal = op.norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A)
+    """Normalise each head, and multiply by SiLU of the gate in fp32. A variable holds the means until the module returns."""
+    means = list[Store]()
+    normal = op.norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A, means=means)
     wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
     active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
+    tape.release(wide)
     made = op.product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
-    tape.release(normal, wide, active)
+    tape.release(normal, active)
     narrow = op.cast(tape, made, e, Site("gated output of linear attention", LINEAR))
     tape.release(made)
+    tape.drop(*means)
     return narrow
 
 

@@ -270,9 +270,10 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     tape, given, made = run_forward(structure, saving=False, keeps_selected=keeps, marking=marking)
     forward, kept = _without(tape.history.actions, given.store), tape.selected.stores() if keeps else ()
     again, _, output = run_forward(structure, saving=True, given=given.store, recomputed=True, marking=marking)
+    again.end_nodes()
     places = _Places()
-    copies = tape.history.input_copies
-    stays = (given.store, made.store, *kept, *copies)
+    copies, in_nodes = tape.history.input_copies, tape.history.in_nodes
+    stays = (given.store, made.store, *kept, *copies, *in_nodes)
     forward += [(Do.RELEASE, store) for store in tape.alive if store not in stays]  # BLOOM's block has that of another
     places.same = dict(
         zip((*(again.selected.stores() if keeps else ()), *again.history.input_copies), (*kept, *copies), strict=True)
@@ -294,7 +295,7 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
     back[len(before) : len(before)] = _without(rerun, *places.same)
     back = [(do, thing) for do, thing in back if thing not in again.history.input_copies]  # the checkpoint's own, too
-    back += [(Do.RELEASE, store) for store in copies]
+    back += [(Do.RELEASE, store) for store in (*copies, *in_nodes)]
     return places.requested(
         forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.history.outgoing, saves_given=True,
     )  # fmt: skip

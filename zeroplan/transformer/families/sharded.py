@@ -12,13 +12,13 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Exchange, Linear, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import SPLIT
-from zeroplan.transformer.symbols import T, T_p, b, e, h, z, z_p
+from zeroplan.transformer.symbols import T, T_p, V, V_w, b, e, h, z, z_p
 
 GATHER = "torch 2.13, torch/distributed/_functional_collectives.py, all_gather_single"
 SCATTER = "torch 2.13, torch/distributed/_functional_collectives.py, reduce_scatter_single"
 CUT = "torch 2.13, torch/distributed/tensor/placement_types.py, Shard._replicate_to_shard"
 
-SHARES = dict(zip((*SPLIT, "k/d"), symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), strict=True))
+SHARES = dict(zip((*SPLIT, "k/d", V_w.text), (*symbols("a/p q/p k/p v/p c/p f/p V/p k/p/d"), V), strict=True))
 _GATHERS, _SCATTERS = (Exchange(operation, Among.TENSOR, e * T * h) for operation in ("all_gather", "reduce_scatter"))
 #: Row-parallel matrices, whose input features are split: a reduce-scatter sums their outputs.
 _SUMMED_OVER_RANKS = {Module.O: "output of attention", Module.DOWN: "output of the MLP"}

@@ -9,7 +9,6 @@ batch.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
@@ -145,6 +144,8 @@ class Mode(NamedTuple):
     """The kernels that send tokens to their experts, if these are not torch's all-to-all: deepep or hybridep."""
     float8_experts: bool = False
     """Transformer Engine multiplies the experts in float8."""
+    by_prime_rl: bool = False
+    """Router and experts are those of prime-rl's own models."""
     wide_router: bool = False
     """The router multiplies fp32 copies of its input and its weight."""
     copies_output: bool = False
@@ -155,6 +156,8 @@ class Mode(NamedTuple):
     """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
     fused_rotary: bool = False
     """One kernel rotates queries, or keys, in place."""
+    expert_by_expert: bool = False
+    """transformers multiplies the experts one after the other: torch's ``grouped_mm`` needs compute capability 8.0."""
     low_rank: LowRank | None = None
     """Megatron-Core's matrices are frozen, and some have adapters."""
 
@@ -262,56 +265,61 @@ class Owner:
     __slots__ = ()
 
 
-@dataclass(slots=True)
 class Marks:
     """The modules that run now, on a tape that marks modules."""
 
-    owners: tuple[Owner, ...] = ()
-    """Modules with weights whose forward runs now, outer modules first."""
-    in_leaf: bool = False
-    """The innermost of them stands for all modules inside it."""
-    returned: set[Owner] = field(default_factory=set)
-    """Modules whose backward has begun."""
+    def __init__(self) -> None:
+        """Begin outside all modules."""
+        self.owners: tuple[Owner, ...] = ()
+        """Modules with weights whose forward runs now, outer modules first."""
+        self.in_leaf = False
+        """The innermost of them stands for all modules inside it."""
+        self.returned = set[Owner]()
+        """Modules whose backward has begun."""
 
 
-@dataclass(slots=True)
 class InHost:
     """Tensors that activation offload has moved."""
 
-    copies: list[Store] = field(default_factory=list)
-    """Copies in host memory of the saved tensors, in order."""
-    back: list[Store] = field(default_factory=list)
-    """Copies of these on the GPU, which the current operator of the backward reads."""
+    def __init__(self) -> None:
+        """Begin without any."""
+        self.copies = list[Store]()
+        """Copies in host memory of the saved tensors, in order."""
+        self.back = list[Store]()
+        """Copies of these on the GPU, which the current operator of the backward reads."""
 
 
 Action: TypeAlias = tuple[Do, "Store | Size | Owner | Exchange | None"]
 """An action and its object: a tensor, elements of a weight, a module, a collective, or nothing."""
 
 
-@dataclass(slots=True)
 class History:
     """All actions of a program, and the positions of some of them."""
 
-    actions: "list[Action]" = field(default_factory=list)
-    saved_at: int = 0
-    """Number of actions before the last operator that saves something."""
-    outputs_of_saver: "tuple[Store, ...]" = ()
-    """Outputs of that operator. The tape allocates them before the operator saves, torch after it."""
-    outgoing: "Store | None" = None
-    """The gradient of the program's input, after the backward."""
-    waiting_at_rerun: "tuple[Store, ...]" = ()
-    """Gradients that wait when the backward first needs a saved tensor, which is when a checkpoint recomputes."""
-    rerun_at: int = 0
-    """Number of actions before the recomputation."""
-    moments_before_rerun: int = 0
-    handed: "tuple[Store, ...]" = ()
-    """Tensors that layers above read too, and that a variable of the model's forward holds."""
-    beneath: "tuple[Store, ...]" = ()
-    """These, and what autograd saved to make them."""
-    leaving: "tuple[Store, ...]" = ()
-    """What is alive when the backward is done but for gradients of tensors that all layers read."""
-    input_copies: "list[Store]" = field(default_factory=list)
-    """Copies of a block's inputs other than the residual stream, which the engine makes before any checkpoint."""
+    def __init__(self) -> None:
+        """Begin without actions."""
+        self.actions = list[Action]()
+        self.saved_at = 0
+        """Number of actions before the last operator that saves something."""
+        self.outputs_of_saver: tuple[Store, ...] = ()
+        """Outputs of that operator. The tape allocates them before the operator saves, torch after it."""
+        self.outgoing: Store | None = None
+        """The gradient of the program's input, after the backward."""
+        self.waiting_at_rerun: tuple[Store, ...] = ()
+        """Gradients that wait when the backward first needs a saved tensor, which is when a checkpoint recomputes."""
+        self.rerun_at = 0
+        """Number of actions before the recomputation."""
+        self.moments_before_rerun = 0
+        self.handed: tuple[Store, ...] = ()
+        """Tensors that layers above read too, and that a variable of the model's forward holds."""
+        self.beneath: tuple[Store, ...] = ()
+        """These, and what autograd saved to make them."""
+        self.leaving: tuple[Store, ...] = ()
+        """What is alive when the backward is done but for gradients of tensors that all layers read."""
+        self.input_copies = list[Store]()
+        """Copies of a block's inputs other than the residual stream, which the engine makes before any checkpoint."""
+        self.in_nodes = list[Store]()
+        """Tensors that are attributes of autograd's nodes. No hook of a checkpoint or an offload sees them."""
 
 
 class Alive(NamedTuple):
@@ -370,19 +378,20 @@ class Selected:
         return with_twins((*self.products[::2], *self.kernel_outputs))
 
 
-@dataclass(slots=True)
 class OnDemand:
     """How a backward makes again what its checkpoint did not keep, as a compiled graph does: each tensor when it needs it first.
 
     Source: torch 2.13, _functorch/partitioners.py, ``reordering_to_mimic_autograd_engine``.
     """
 
-    made_from: dict[Store, tuple[Store, ...]] = field(default_factory=dict)
-    """What an operator reads to make a tensor."""
-    apart: set[Store] = field(default_factory=set)
-    """Kept tensors that no operator saves: their first use frees them."""
-    scaled: set[Store] = field(default_factory=set)
-    """Inputs of products in float8 whose scales per row are kept."""
+    def __init__(self) -> None:
+        """Begin without tensors."""
+        self.made_from = dict[Store, tuple[Store, ...]]()
+        """What an operator reads to make a tensor."""
+        self.apart = set[Store]()
+        """Kept tensors that no operator saves: their first use frees them."""
+        self.scaled = set[Store]()
+        """Inputs of products in float8 whose scales per row are kept."""
 
     def learn(self, outputs: tuple[Value, ...], of: tuple[Value, ...] | None, saved: Saved) -> None:
         """Remember the inputs of an operator: ``of``, or the tensors of others that it saves."""
@@ -729,6 +738,26 @@ class Tape:
         self.selected.kernel_outputs += made
 
     # --- the backward --------------------------------------------------------------------------------------------------------
+
+    def hold_in_node(self, store: Store) -> None:
+        """Keep a tensor that an operator of Python stores on its node, beside its saved tensors, until the backward ends."""
+        if store in self.history.in_nodes or self.demand is not None:
+            return
+        self.history.in_nodes.append(store)
+        self.hold_to_the_end(store)
+        if self.keeps_saved:
+            self.saved[store] = None
+
+    def checkpoint_of(self, given: Store) -> tuple[Store, ...]:
+        """Return what a full checkpoint of a block keeps: its inputs, and what nodes hold."""
+        return (given, *self.history.input_copies, *self.history.in_nodes)
+
+    def end_nodes(self) -> None:
+        """Release what nodes hold: those of a recomputation go with its graph, when it ends."""
+        for store in self.history.in_nodes:
+            self.held.remove(store)
+            self.saved.pop(store, None)
+        self.drop(*self.history.in_nodes)
 
     def used(self, *stores: Store) -> None:
         """Record the moment. After a recomputation, free the tensors just read, except a checkpoint's input."""

@@ -6,7 +6,6 @@ tensors' bytes for one batch, or for a column of batches.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import NamedTuple
 
@@ -17,8 +16,8 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, ROUNDING, SENDING, Recompute
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place
+from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, PRIME_RL, ROUNDING, SENDING, Recompute
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
@@ -83,8 +82,7 @@ class PlacedArrival(NamedTuple):
     stores: Places
 
 
-@dataclass(frozen=True, eq=False, slots=True)  # compared by identity, so that caches keyed on it are fast
-class Plan:
+class Plan(NamedTuple):
     """The record of one structure's runs, with expressions for sizes."""
 
     stores: tuple[Store, ...]
@@ -112,6 +110,18 @@ class Plan:
     """What layers above leave for the backward beside the residual stream's gradient."""
     leaving: Places = ()
     """The same when the backward is done."""
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the other is this very plan: caches keyed on plans must be fast."""
+        return self is other
+
+    def __ne__(self, other: object) -> bool:
+        """Whether the other is another object."""
+        return self is not other
+
+    def __hash__(self) -> int:
+        """Return a hash of its identity."""
+        return id(self)
 
     @property
     def saved(self) -> Places:
@@ -230,6 +240,10 @@ def saves_its_input(model: ModelSpec, kind: str, compute: Compute, x: Widths) ->
 _DENSE_LAYERS = {"qwen3_moe": "qwen3"}
 
 
+#: Fused parts outside the blocks.
+_ELSEWHERE = ("cross-entropy", "loss-in-pieces", "compiled-loss")
+
+
 def _of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute, *, masked: bool, single: bool = False
 ) -> BlockPass:
@@ -280,7 +294,7 @@ def structure_of(
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
         is_fp16=compute.is_fp16,
-        fused=tuple(one for one in compute.fused if one not in ("cross-entropy", "loss-in-pieces", "compiled-loss")),
+        fused=tuple(one for one in compute.fused if one not in _ELSEWHERE and (one != LINEAR_KERNELS or kind in WITH_STATES)),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
     return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x, compute), model, kind, x)
@@ -366,7 +380,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
-            looped=adapter.looped,
+            looped=adapter.looped, dora=adapter.dora,
         )  # fmt: skip
     if model.frozen is None:
         return None
@@ -405,6 +419,7 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
+        away=lines(yes.away, no.away),
         handed=tuple(
             [HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)]
         ),
@@ -434,7 +449,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
     keeps = structure.made_on_demand and structure.recompute == "selective"
     tape, given, output = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps)
-    kept = (given.store, *tape.history.input_copies) if structure.offloaded else tape.saved
+    kept = (given.store, *tape.history.in_nodes) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
     by_place = structure.training is not None and structure.training.keeps_inputs
@@ -450,7 +465,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         dtypes,
         checkpoints,
     )
-    places, arrivals = index.of((given.store, *tape.history.input_copies)), index.arrivals(tape.gradients.arrivals)
+    places, arrivals = index.of(tape.checkpoint_of(given.store)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
     handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
     stores, weights = tuple(index.stores), tuple(index.weights)
@@ -504,7 +519,7 @@ def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
     shares = SHARES | ({T_p.text: T} if whole else {})
     for store in plan.stores:
         store.size = store.size.replacing(shares)
-    return replace(plan, weights=tuple(weight.replacing(shares) for weight in plan.weights))
+    return plan._replace(weights=tuple(weight.replacing(shares) for weight in plan.weights))
 
 
 def forwards(
@@ -515,12 +530,7 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        kept = (
-            given,
-            *tape.history.input_copies,
-            *with_twins(tape.history.handed),
-            *(tape.selected.stores() if keeping else ()),
-        )
+        kept = (*tape.checkpoint_of(given), *with_twins(tape.history.handed), *(tape.selected.stores() if keeping else ()))
         return index.forward(tape, kept, dtypes)
 
     return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}
@@ -563,13 +573,16 @@ def _above_the_backward(
 ) -> list[Alive]:  # fmt: skip
     """Return the moments of a recomputation, with the waiting gradients, that no backward moment exceeds.
 
-    The checkpoint holds the block's input, unless the block saves it; it counts separately.
+    The checkpoint holds the block's input, unless the block saves it; it counts separately. Nodes of the forward hold their
+    tensors while the recomputation makes them again.
     """
+    held = [Store(one.kind, one.reason, one.size, one.source, one.tag) for one in tape.history.in_nodes]
     beside = [
         one._replace(
             stores=(
                 *(store for store in one.stores if store not in (given, *tape.history.input_copies) or store in tape.saved),
                 *tape.history.waiting_at_rerun,
+                *held,
             )
         )
         for one in moments
@@ -579,9 +592,9 @@ def _above_the_backward(
 
 def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[Alive]:
     """Return the backward's moments before the recomputation, with only the checkpoint's kept tensors among the saved ones."""
-    kept = tape.selected.stores() if recompute == "selective" else ()
+    kept, stays = tape.selected.stores() if recompute == "selective" else (), (given, *tape.history.in_nodes)
     return [
-        one._replace(stores=(*(store for store in one.stores if store is given or store not in tape.saved), *kept))
+        one._replace(stores=(*(store for store in one.stores if store in stays or store not in tape.saved), *kept))
         for one in tape.moments[: tape.history.moments_before_rerun]
     ]
 
@@ -635,14 +648,16 @@ def _set_mode(tape: Tape, structure: Block) -> None:
         from zeroplan.transformer.families.compiled import COMPILED_BLOCK, in_float8  # noqa: PLC0415  as above
 
         tape.mode = in_float8(recipes[0]) if recipes else COMPILED_BLOCK
-    tape.mode = tape.mode._replace(uneven=structure.uneven, latent_experts=structure.latent_experts)
+    tape.mode = tape.mode._replace(
+        uneven=structure.uneven, latent_experts=structure.latent_experts, expert_by_expert=structure.kernels == "cuda-7"
+    )  # fmt: skip
     if structure.fused:
         tape.mode = tape.mode._replace(
             fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
             fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
             norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
             copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
-            wide_router="router-in-fp32" in structure.fused,
+            wide_router="router-in-fp32" in structure.fused, by_prime_rl=PRIME_RL in structure.fused,
             keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
         )  # fmt: skip
     if "te-float8" in structure.fused:
@@ -763,7 +778,7 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     before_experts = plan.forwards[recompute].before_experts
     away, handed = sizes.lines(plan.away), sizes.lines(plan.handed)
     return BlockPass(
-        () if away else saved,
+        without_input(saved) if away else saved,
         (*given, *handed),
         (*given, *handed, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),

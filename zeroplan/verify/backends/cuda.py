@@ -17,7 +17,8 @@ import torch
 
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
-from zeroplan.measurement import AllocatorMeasured, AllocatorSettings, BlocksMeasured, Measurement, PhaseMeasured, StepMeasured
+from zeroplan.measurement import AllocatorMeasured, BlocksMeasured, Measurement, PhaseMeasured, StepMeasured
+from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.backends.gpu import Gpu
 from zeroplan.verify.environment import environment

@@ -9,7 +9,8 @@ from typing import NamedTuple, Self
 
 import torch
 
-from zeroplan.measurement import AllocatorSettings, BlocksMeasured, CardMeasured
+from zeroplan.measurement import BlocksMeasured, CardMeasured
+from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.whole import put_numbered, unfinished
 
 _COUNTS = ("allocated", "requested", "active", "reserved")

@@ -65,14 +65,14 @@ def _constants(gpus: Gpus) -> dict[str, Callable[..., object]]:
         "is_available": True, "is_initialized": True, "device_count": gpus.ranks, "_device_count_nvml": gpus.ranks,
         "_lazy_init": None, "init": None, "_is_in_bad_fork": False, "get_device_name": gpu.full_name,
         "get_device_capability": capability, "get_device_properties": properties, "_get_device_properties": properties,
-        "is_bf16_supported": capability >= (8, 0),
         "is_tf32_supported": capability >= (8, 0), "get_arch_list": [f"sm_{capability[0]}{capability[1]}"],
         "can_device_access_peer": True, "synchronize": None, "ipc_collect": None,
         "set_per_process_memory_fraction": None, "utilization": 0, "temperature": 0, "power_draw": 0, "clock_rate": 0,
         "memory_snapshot": [], "get_sync_debug_mode": 0, "set_sync_debug_mode": None,
         "reset_accumulated_memory_stats": None, "reset_accumulated_host_memory_stats": None, "_sleep": None,
     }  # fmt: skip
-    return {name: always(answer) for name, answer in answers.items()}
+    made = {name: always(answer) for name, answer in answers.items()}
+    return made | {"is_bf16_supported": lambda including_emulation=True: including_emulation or capability >= (8, 0)}
 
 
 def _properties(gpu: GpuSpec) -> types.SimpleNamespace:

@@ -26,6 +26,7 @@ from zeroplan.resolve import resolve
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.verify.failures import OutOfMemoryError, cause_of, ran_out_of_memory, text_of
+from zeroplan.verify.release import with_installed_kernels
 from zeroplan.verify.task import Task, refuse_unrunnable
 from zeroplan.whole import refuse_folder
 
@@ -74,7 +75,7 @@ def _task(options: argparse.Namespace) -> Task:
         raise SpecError(
             f"job file {str(options.job)!r} is for {request.gpus:,} GPUs, and {ranks:,} ranks were started; make them equal"
         )
-    return task_of(resolve(replace(request, gpus=ranks)).job, options)
+    return task_of(with_installed_kernels(resolve(replace(request, gpus=ranks)).job), options)
 
 
 def task_of(job: JobSpec, options: argparse.Namespace) -> Task:

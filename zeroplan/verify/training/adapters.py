@@ -40,7 +40,7 @@ def _adapted(
     wanted = LoraConfig(
         r=adapter.rank, lora_alpha=2 * adapter.rank, target_modules=modules, target_parameters=parameters or None,
         lora_dropout=_DROPOUT if adapter.dropout else 0.0, modules_to_save=list(adapter.saved) or None, task_type="CAUSAL_LM",
-        exclude_modules=list(without) or None,
+        exclude_modules=list(without) or None, use_dora=adapter.dora != "none",
     )  # fmt: skip
     wide = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed"
     adapted: nn.Module = get_peft_model(model, wanted, autocast_adapter_dtype=wide)
@@ -66,12 +66,29 @@ def _quantise(model: nn.Module, adapter: AdapterSpec, recipe: RecipeSpec) -> Non
 
     dtype, sharded = next(model.parameters()).dtype, recipe.engine in ("fsdp1", "fsdp2") or recipe.zero_stage == 3
     quantise(model, adapter, dtype, storage=dtype if sharded else torch.uint8)
+    if adapter.dora != "none":
+        _write_out_fakes()
     if recipe.precision.endswith("mixed") and not sharded and adapter.upcast != "none":
         prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)  # type: ignore[no-untyped-call]
         if adapter.upcast == "norms":  # as trl's peft_module_casting_to_bf16
             for parameter in model.parameters():
                 if len(parameter.shape) > 1 and parameter.dtype == torch.float32:
                     parameter.data = parameter.data.to(dtype)
+
+
+def _write_out_fakes() -> None:
+    """Make DoRA dequantise fake weights, too, whose class peft does not know."""
+    from bitsandbytes.functional import dequantize_4bit  # noqa: PLC0415
+    from peft.tuners.lora import dora  # noqa: PLC0415
+
+    def written_out(module: nn.Module) -> torch.Tensor:
+        state = getattr(module.weight, "quant_state", None)
+        return theirs(module) if state is None else dequantize_4bit(module.weight.data, state)  # type: ignore[arg-type]
+
+    before = vars(dora)["dequantize_module_weight"]
+    theirs = getattr(before, "theirs", before)
+    vars(written_out)["theirs"] = theirs
+    vars(dora)["dequantize_module_weight"] = written_out
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

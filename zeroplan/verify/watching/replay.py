@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
 from zeroplan.ledger import Beside, Phase
-from zeroplan.measurement import SETTINGS, AllocatorMeasured, OnCardMeasured
+from zeroplan.measurement import AllocatorMeasured, OnCardMeasured
+from zeroplan.spec.hardware import SETTINGS
 from zeroplan.verify.watching.recording import LIFTED, STILL_HELD, Block, Recording
 
 #: Operators that run in cuBLAS.

@@ -1,0 +1,32 @@
+"""Whether kernels of other packages run a job's linear attention."""
+
+from collections.abc import Iterator
+
+from zeroplan.errors import refuse
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import RecipeSpec
+
+_FLA = "flash-linear-attention and causal-conv1d"
+#: The packages with the kernels that transformers runs, where these are installed, by family.
+PACKAGES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _FLA)
+
+
+def check_linear_attention(model: ModelSpec, recipe: RecipeSpec) -> None:
+    """Raise SpecError, in one line with the way out, if the kernels of linear attention are not modelled for this job."""
+    if recipe.linear_attention == "kernels":
+        refuse("linear_attention 'kernels' with", _not_modelled(model, recipe), ", or linear_attention 'torch'")
+
+
+def runs_by_kernels(model: ModelSpec, recipe: RecipeSpec) -> bool:
+    """Whether the kernels are modelled for this model and recipe."""
+    return not any(one for one, _ in _not_modelled(model, recipe))
+
+
+def _not_modelled(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    yield model.family not in PACKAGES and f"a {model.family} model", f"one of {', '.join(PACKAGES)}"
+    yield model.profile is not None and "a profile", "a model of the catalogue"
+    engines = "ddp", "fsdp1", "fsdp2", "deepspeed"
+    yield recipe.engine not in engines and f"engine {recipe.engine!r}", f"one of {', '.join(engines)}"
+    away = recipe.offload_activations and recipe.recompute == "none"
+    yield away and "offload_activations and recompute 'none'", "recompute 'full'"
+    yield recipe.kernels == "cpu" and "kernels 'cpu'", "'cuda'"
