@@ -17,7 +17,7 @@ from zeroplan import SpecError, estimate
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.pipeline.traffic import SEND
-from zeroplan.engines.requests import STEPS, deepspeed_stage3, not_written, requests_of
+from zeroplan.engines.requests import STEPS, deepspeed_stage3, first_requests_of, not_written, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
 from zeroplan.estimator import REPLAYED_MICRO_BATCHES
@@ -365,7 +365,7 @@ def test_experts_are_gathered_as_the_estimate_says(model: str):
 @pytest.mark.parametrize(
     "model",
     ["gpt2", "opt-1.3b", "bloom-560m", "pythia-1b", "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b", "phi-4", "glm-4-9b",
-     "olmo-2-1124-7b", "granite-3.0-2b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3"],
+     "olmo-2-1124-7b", "granite-3.0-2b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout"],
 )  # fmt: skip
 def test_every_module_of_a_family_begins_where_deepspeeds_coordinator_expects_it(model: str, recompute: str):
     """The block's program and the coordinator have the same modules in the same order, and every gradient has an owner."""
@@ -389,6 +389,18 @@ def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries
     none = step.on_card(shown.allocated_bytes // 2)
     assert not none.fits
     assert none.phase is not None
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp1", 3), ("fsdp2", 3)])
+def test_the_first_micro_batch_alone_runs_out_where_all_steps_do(engine: str, stage: int):
+    asked = job(model="gpt2", gpus=8, engine=engine, stage=stage, seq_len=512, grad_accum=2)
+    whole, first = StepReplay(asked), first_requests_of(asked)
+    assert first.deeds == whole.log.deeds[: len(first.deeds)]
+    assert first.requests == whole.log.requests[: len(first.requests)]
+    for share in (60, 80, 95, 99):
+        room = whole.replayed().allocated_bytes * share // 100
+        assert StepReplay(asked).full_at(room) == whole.full_at(room)
+        assert StepReplay(asked).on_card(room) == whole.on_card(room)
 
 
 def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():

@@ -589,12 +589,6 @@ def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
     )
 
 
-_KIMI_DELTA = (
-    "Kimi Delta Attention is counted as transformers' own PyTorch code runs it, with a vector for every pair of tokens of a chunk; "
-    "with flash-linear-attention and causal-conv1d installed it keeps a small part of that"
-)
-
-
 def _linear_attention(job: JobSpec) -> tuple[str, ...]:
     if job.model.linear is None:
         return ()
@@ -603,8 +597,6 @@ def _linear_attention(job: JobSpec) -> tuple[str, ...]:
     what, packages = "Mamba-2" if job.model.layer_pattern else "linear attention", PACKAGES.get(job.model.family)
     if job.recipe.linear_attention == "kernels":
         return (f"{what} is counted as the code of {packages} allocates; no run on a GPU has confirmed it",)
-    if job.model.family == "kimi_linear":
-        return (_KIMI_DELTA,)
     others = packages or "mamba_ssm and causal-conv1d"
     return (f"{what} is counted as transformers' own PyTorch code runs it; with {others} installed it keeps less",)
 

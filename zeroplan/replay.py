@@ -13,7 +13,7 @@ from zlib import crc32
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
-from zeroplan.engines.requests import requests_of
+from zeroplan.engines.requests import first_requests_of, refuse_unwritten, requests_of
 from zeroplan.engines.requests.log import Call, Log, Request, Starts
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Band, Phase
@@ -76,16 +76,31 @@ class StepReplay:
     def __init__(
         self, job: JobSpec, *, pipeline_rank: int | None = None, starts: Starts = "loaded", keeps_up: bool = False
     ) -> None:  # fmt: skip
-        """Write the job's requests. Raises SpecError if zeroplan does not know them.
+        """Prepare to write the job's requests. Raises SpecError if zeroplan does not know them.
 
         ``pipeline_rank`` defaults to the rank with the highest peak. ``starts``: where the weights are before wrapping.
         """
+        refuse_unwritten(job)
         self.job, self.keeps_up = job, keeps_up
-        self.log = requests_of(job, pipeline_rank=pipeline_rank, starts=starts)
+        self._rank, self._starts = pipeline_rank, starts
         self._workspace_bytes = int(workspace_line(job.cluster.gpu).n_bytes) // _THREADS
         self._done: dict[AllocatorSettings, Replayed] = {}
         self._ends: dict[AllocatorSettings, tuple[int, int]] = {}
         self._cards: dict[tuple[int, AllocatorSettings], OnCard] = {}
+
+    @cached_property
+    def log(self) -> Log:
+        """The requests of all steps."""
+        return requests_of(self.job, pipeline_rank=self._rank, starts=self._starts)
+
+    @cached_property
+    def _first(self) -> "StepReplay | None":
+        """A replay of the first micro-batch alone; None in a pipeline, whose ranks begin with several."""
+        if self.job.mesh.pp > 1:
+            return None
+        first = StepReplay(self.job, starts=self._starts, keeps_up=self.keeps_up)
+        first.log, first._first = first_requests_of(self.job, starts=self._starts), None
+        return first
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """The allocator's counters at the end.
@@ -107,7 +122,7 @@ class StepReplay:
         * Fit: a few bytes decide which hole a block gets. So the steps are also replayed with slightly larger blocks.
         """
         if settings not in self._ends:
-            elsewhere = self.job.recipe.engine == "fsdp1" and self.log.starts == "loaded"
+            elsewhere = self.job.recipe.engine == "fsdp1" and self._starts == "loaded"
             starts = [self, StepReplay(self.job, starts="built", keeps_up=self.keeps_up)] if elsewhere else [self]
             found = [shown for one in starts for shown in one.timed(settings)]
             found += [self._play(_endless(settings), keeps_up=self.keeps_up, sizes=sizes) for sizes in self._larger]
@@ -157,7 +172,8 @@ class StepReplay:
         most = card.highest_bytes
         if full_at is None:
             return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0, highest_bytes=most)
-        phase = next(span.phase for span in reversed(self.log.spans) if span.start <= full_at)
+        written = self.log if "log" in vars(self) or self._first is None else self._first.log
+        phase = next(span.phase for span in reversed(written.spans) if span.start <= full_at)
         free = card.reserved_bytes - card.allocated_bytes
         return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=free, highest_bytes=most)
 
@@ -167,7 +183,14 @@ class StepReplay:
         return None if full_at is None else Full(full_at, card.allocated_bytes, card.reserved_bytes)
 
     def _on_card(self, room_bytes: int, settings: AllocatorSettings) -> tuple[CachingAllocator, int | None]:
-        """An allocator with ``room_bytes`` after the steps, and the index of the deed at which it ran out of memory, if it did."""
+        """An allocator with ``room_bytes`` after the steps, and the index of the deed at which it ran out of memory, if it did.
+
+        Most jobs that run out do so in their first micro-batch, which is replayed before all steps are written.
+        """
+        if "log" not in vars(self) and self._first is not None:
+            card, full_at = self._first._on_card(room_bytes, settings)  # noqa: SLF001  the same class
+            if full_at is not None:
+                return card, full_at
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
         try:
             done = self._play(card, keeps_up=self.keeps_up)

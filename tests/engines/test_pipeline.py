@@ -13,7 +13,7 @@ from zeroplan.engines.pipeline.schedule import Place
 from zeroplan.engines.pipeline.walk import gathers, states, unshards
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate, needed
-from zeroplan.ledger import Kind
+from zeroplan.ledger import Collective, Kind, Phase
 from zeroplan.report.text import estimate_text
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
@@ -117,6 +117,20 @@ def test_a_stage_that_torch_shards_between_its_passes_is_gathered_again() -> Non
     job = _job(pp=2, micro_batches=4, layers=14, pipeline_schedule="interleaved-1f1b", pipeline_stages_per_rank=4)
     root, *_ = (one for one in estimate(job, pipeline_rank=0).traffic.collectives if one.is_root)
     assert root.calls == four[0].forward
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_muon_sends_on_the_ranks_of_a_pipeline_what_it_sends_for_their_layers(replicas: int) -> None:
+    split = {"dp_replicate": replicas}
+    ranks, whole = (_job(pp=pp, optimizer="muon", split=split) for pp in (4, 1))
+    of_each = accounts(ranks.model, ranks.recipe, ranks.mesh, ranks.batch)
+    per_layer, rest = divmod(_by_muon(estimate(whole).traffic.collectives), 8)
+    assert (per_layer > 0, rest) == (True, 0)
+    assert [_by_muon(one.collectives) for one in of_each] == [per_layer * stage.layers for stage in cut(8, 4)]
+
+
+def _by_muon(calls: tuple[Collective, ...]) -> int:
+    return sum(int(call.payload_bytes) for call in calls if call.phase is Phase.STEP)
 
 
 def test_gradients_are_reduced_once() -> None:

@@ -25,7 +25,7 @@ from zeroplan.steptime import step_time
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from zeroplan.numeric import Int
 
@@ -74,12 +74,16 @@ def needed(one: Tried) -> int:
     return int(estimate(one.job).outside_band.expected_bytes) + _fullest(one)[0]
 
 
-def _fullest(one: Tried) -> tuple[int, int, Moment]:
-    """Return the memory at the highest moment of the first and the last rank, that rank, and the moment. [bytes]"""
-    job = one.job
-    ranks = {at: memory_of_rank(at, job).moments for at in (0, job.mesh.pp - 1)}
-    every = ((_held(one, at, moment), at, moment) for at, moments in ranks.items() for moment in moments)
-    return max(every, key=lambda found: found[0])
+def _fullest(one: Tried) -> tuple[int, Moment]:
+    """Return the memory at the highest moment of the first and the last rank, and the moment. [bytes]"""
+    return max(_moments(one), key=lambda found: found[0])
+
+
+def _moments(one: Tried) -> Iterator[tuple[int, Moment]]:
+    """Yield the memory at each moment of the first and the last rank, and the moment. [bytes]"""
+    for rank in sorted({0, one.job.mesh.pp - 1}):
+        for moment in memory_of_rank(rank, one.job).moments:
+            yield _held(one, rank, moment), moment
 
 
 def _tokens(one: Tried) -> int:
@@ -92,13 +96,22 @@ def fits_in(one: Tried) -> bool:
 
 
 def leaves_free(one: Tried) -> bool:
-    """Whether it fits as in a plan: with the allocator's cache and 5 % of the GPU free. The cache of the logits is replayed."""
-    own, held = estimate(one.job), needed(one)
-    cached = held * own.comfortable_bytes / own.least_bytes
-    if bytes_by_kind(_fullest(one)[2].lines).get(Kind.LOGITS):
-        more = reserved_of_a_logit(one.job.mesh.tp) - _STAY - _OF_THE_LOSS
-        cached += more * _tokens(one) * one.job.model.vocab_size
-    return cached <= 0.95 * _room(one)
+    """Whether each rank fits as in a plan: with the allocator's cache and 5 % of the GPU free. The cache of the logits is replayed.
+
+    The last rank can have less allocated than the first and more reserved, since it alone has logits.
+    """
+    own = estimate(one.job)
+    beside, share = int(own.outside_band.expected_bytes), own.comfortable_bytes / own.least_bytes
+    most = max((held + beside) * share + _cached_logits(one, moment) for held, moment in _moments(one))
+    return most <= 0.95 * _room(one)
+
+
+def _cached_logits(one: Tried, moment: Moment) -> float:
+    """Return what the allocator reserves for logits beyond their tensors, at a moment with logits. [bytes]"""
+    if not bytes_by_kind(moment.lines).get(Kind.LOGITS):
+        return 0
+    more = reserved_of_a_logit(one.job.mesh.tp) - _STAY - _OF_THE_LOSS
+    return more * _tokens(one) * one.job.model.vocab_size
 
 
 @cache

@@ -11,10 +11,10 @@ TOO_MANY = {"aleph-307", "aleph-308"}
 
 
 def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
-    """All but two of 165 that ran, and 86 in 100 of 257 that ran out. With a plan's rule 90 and 94, and one of the first forty.
+    """All but two of 165 that ran, and 86 in 100 of 257 that ran out. With a plan's rule 90 and 95, and none of the first forty.
 
-    The plan's rule was 96, and none of the first forty, while stages had the layers that Megatron-Core gives them. The program
-    counts embedding and head as layers when it cuts stages (tests/measured/scaling.py). Why that layout ran out is not known.
+    The rule looks at both ends of a pipeline: with 8,192 tokens on tp4 pp2 the first rank has most allocated, and the last one,
+    with the logits, most reserved.
     """
     every = tried()
     assert (sum(one.ran for one in every), len(every)) == (165, 422)
@@ -24,8 +24,8 @@ def test_what_ran_is_said_to_fit_and_most_of_what_ran_out_is_not():
     asked = [(leaves_free(one), one) for one in every]
     ran, out = balanced([(fits, one.ran) for fits, one in asked])
     assert ran > 0.90
-    assert out > 0.94
-    assert ranked_first([one for fits, one in asked if fits]) == {(64, 2048): 0, (128, 8192): 1, (32, 2048): 0, (64, 8192): 0}
+    assert out > 0.95
+    assert ranked_first([one for fits, one in asked if fits]) == {(64, 2048): 0, (128, 8192): 0, (32, 2048): 0, (64, 8192): 0}
 
 
 @pytest.mark.parametrize(("tp", "reserved"), [(1, 18), (2, 22), (8, 22)])

@@ -32,7 +32,7 @@ _OF_PRIME_RL: dict[str, Any] = {
             "LoRA with offload to NVMe is not modelled",
         ),
         ({"quantize": "nf4"}, "--quantize nf4 needs the adapters' rank"),
-        ({"lora_rank": 8, "quantize": "fp4"}, "quantize='fp4' is not one of none, nf4, nf4-double, gptq, int8"),
+        ({"lora_rank": 8, "quantize": "fp4"}, "quantize='fp4' is not one of none, nf4, nf4-double, nf4-torchao, gptq, int8"),
         ({"lora_rank": 8, "quantize": "int8", "engine": "fsdp2"}, "weights in 8 bits and engine 'fsdp2' is not modelled"),
         (
             {"lora_rank": 8, "quantize": "nf4", "engine": "deepspeed", "stage": 3, "offload_optimizer": "cpu"},

@@ -11,6 +11,7 @@ from zeroplan.engines.passes import Below, Passes, RunPass, checkpoint_beside, k
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Phase
+from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -26,6 +27,7 @@ class MicroBatch(ABC):
 
     def __init__(self, trace: Trace, recipe: RecipeSpec, these: Passes, whole: Row) -> None:
         self.trace, self.recipe, self.these, self.whole = trace, recipe, these, whole
+        self._kept_before = dict[int, Lines]()
 
     # --- what an engine says: lines of gradients and of copies of weights ---------------------------------------------------
 
@@ -87,7 +89,7 @@ class MicroBatch(ABC):
         for run in these.runs:
             block = run.first + run.n_blocks - 1
             trace.hold("by name", *head.forward, *(head.first_input if block else ()))
-            trace.hold("kept", *kept_before(these, block))
+            trace.hold("kept", *self.kept_before(block))
             trace.at(f"forward of {self.named(run, 'the last')}", Phase.FORWARD)
             own = run.block.forward if run.recompute == "none" else run.block.forward_recompute
             trace.pass_by(*run.block.entered, *run.kept, *own, *self.copied_in_forward(block + 1))
@@ -95,6 +97,14 @@ class MicroBatch(ABC):
         trace.hold("kept", *kept_by_all(these))
         trace.at("forward of the loss", Phase.LOSS, of_forward=True)
         trace.pass_by(*head.saved, *head.loss_forward, *self.copied_in_forward(these.n_blocks + 1))
+
+    def kept_before(self, block: Int) -> Lines:
+        """Return what the blocks before one keep; cached, since many points need it."""
+        if not isinstance(block, int):
+            return kept_before(self.these, block)
+        if block not in self._kept_before:
+            self._kept_before[block] = kept_before(self.these, block)
+        return self._kept_before[block]
 
     def named(self, run: RunPass, which: str) -> str:
         """Return the name of a block in moments, such as ``the last moe block``."""
@@ -117,7 +127,7 @@ class MicroBatch(ABC):
 
     def pass_block(self, run: RunPass, which: str, block: int, beside: Iterable[Lines]) -> None:
         """Write each point of a block's backward; ``beside`` has the gradients of each point."""
-        self.trace.hold("kept", *kept_before(self.these, block))
+        self.trace.hold("kept", *self.kept_before(block))
         inside = Inside((point.name, (point.lines, lines)) for point, lines in zip(run.block.points, beside, strict=True))
         self.trace.pass_through(inside, f"backward of {self.named(run, which)}", Phase.BACKWARD)
 

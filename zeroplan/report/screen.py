@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from zeroplan.remedies import Remedy
 
 LINES = 28
-_FEWEST_KINDS, _KINDS_BEFORE_NOTES, _MOST_KINDS = 4, 4, 7
+_KINDS_AT_LEAST, _FEWEST_KINDS, _MOST_KINDS = 2, 4, 7
 _MOST_CHANGES = 3
 _GAPS = 4
 _REMARK = 33
@@ -49,11 +49,18 @@ def screen_text(
     free = LINES - sum(len(part) for part in (top, job, summary, lengths, card, sent))
     every = every_note(answer, notes)
     fewest = 0 if lengths else _FEWEST_KINDS
-    gaps = max(0, min(_GAPS, free - bool(every) - fewest))
-    room = max(bool(every), free - gaps - _KINDS_BEFORE_NOTES)
+    first = _lines_of_the_first(every)  # it may say that figures are too low, so it replaces empty lines and small kinds
+    gaps = max(0, min(_GAPS, free - first - fewest))
+    fewest = min(fewest, max(_KINDS_AT_LEAST, free - first))
+    room = max(bool(every), free - gaps - fewest)
     shown = list(notes_that_fit(every, room, ", and every collective"))
     kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(fewest, free - gaps - len(shown))))
     return _spaced([top, job, summary, *([lengths] if lengths else []), [card[0], *kinds, *card[1:]], [*sent, *shown]], gaps)
+
+
+def _lines_of_the_first(notes: Sequence[str]) -> int:
+    """Return the lines of the first note and of the number of the others."""
+    return (len(filled(f"Note: {notes[0]}")) if notes else 0) + (len(notes) > 1)
 
 
 def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:

@@ -97,9 +97,10 @@ class Request(Spec):
     )})
     quantize: Quantize | None = field(default=None, metadata={"option": Option(
         "How the frozen weights of the blocks are stored (QLoRA): in 4 bits: nf4 or nf4-double "
-        "(bitsandbytes; nf4-double also quantises the scales), or gptq; or int8 (bitsandbytes' 8 bits). (default: none)",
+        "(bitsandbytes; nf4-double also quantises the scales), nf4-torchao (torchtune), or gptq; or int8 (bitsandbytes' 8 bits). "
+        "(default: none)",
         MODEL, "NAME",
-        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "gptq", "int8"),
+        control=Control("Frozen weights (QLoRA)", OF_MODEL, choices=("", "nf4", "nf4-double", "nf4-torchao", "gptq", "int8"),
                         empty="not quantised",
                         hint="in 4 or 8 bits, beside a LoRA rank"),
     )})

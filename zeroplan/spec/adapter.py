@@ -25,7 +25,7 @@ OF_LINEAR = "nn.Linear"
 #: Modules outside the blocks that can be trained beside adapters, and the names of these parts in :mod:`zeroplan.spec.frozen`.
 TRAINED_MODULES = {"embed_tokens": "embedding", HEAD: "head"}
 
-Quantize = Literal["none", "nf4", "nf4-double", "gptq", "int8"]
+Quantize = Literal["none", "nf4", "nf4-double", "nf4-torchao", "gptq", "int8"]
 Compute = Literal["autocast", "fp32"]
 Base = Literal["compute", "fp32"]
 Upcast = Literal["none", "norms", "all"]
@@ -221,7 +221,8 @@ class AdapterSpec(Spec):
     rank: Annotated[int, Range(1, 10**5)]
     targets: str = "all-linear"
     quantize: Quantize = "none"
-    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too; ``gptq``: GPTQ's four
+    """The blocks' linear weights in bitsandbytes' four bits; ``nf4-double``: their scales are quantised too;
+    ``nf4-torchao``: torchao's, as torchtune has them, whose steps out of four bits take more; ``gptq``: GPTQ's four
     bits, run by its kernels for Triton in fp16; ``int8``: bitsandbytes' eight bits."""
     group_size: Annotated[int, Range(-1, 2**20)] = 128
     """With ``gptq``: weights that share a scale and a zero point; -1: all weights of one output."""

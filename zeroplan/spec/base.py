@@ -104,9 +104,11 @@ class Spec:
     def __post_init__(self) -> None:
         """Check every field, then the rules between fields."""
         values = self.__dict__
-        for name, admissible, plain in _to_check(type(self)):  # type: ignore[arg-type]  # mypy takes __hash__ for the class's
+        for name, admissible, plain, choices in _to_check(type(self)):  # type: ignore[arg-type]  # mypy takes __hash__ for the class's
             value = values[name]
-            if type(value) not in plain and not any(check.admits(value) for check in admissible):
+            if type(value) in plain or (type(value) in choices and value in choices[type(value)]):
+                continue
+            if not any(check.admits(value) for check in admissible):
                 raise SpecError(f"{name}={value!r} is not {_accepted(admissible)}{_suggestion(value, admissible)}")
         self.check_rules()
 
@@ -182,12 +184,22 @@ def _read_once(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
 
 
 @cache
-def _to_check(cls: type[Spec]) -> tuple[tuple[str, tuple[Check, ...], frozenset[type]], ...]:
-    """Return each field's name, checks, and the types whose every value passes, which a search asks for most."""
+def _to_check(cls: type[Spec]) -> tuple[tuple[str, tuple[Check, ...], frozenset[type], dict[type, frozenset[object]]], ...]:
+    """Return each field's name and checks, the types whose every value passes, and the choices by type: a search asks for both."""
     return tuple(
-        (name, checks, frozenset(check.type for check in checks if not check.choices and check.bounds is None))
+        (
+            name,
+            checks,
+            frozenset(check.type for check in checks if not check.choices and check.bounds is None),
+            _by_type(checks),
+        )
         for name, checks in checks_of(cls).items()
     )
+
+
+def _by_type(checks: tuple[Check, ...]) -> dict[type, frozenset[object]]:
+    choices = [choice for check in checks for choice in check.choices if check.admits(choice)]
+    return {kind: frozenset(one for one in choices if type(one) is kind) for kind in set(map(type, choices))}
 
 
 def bounds_of(cls: type[Spec], field: str) -> tuple[int, int] | None:

@@ -8,7 +8,7 @@ from zeroplan.spec.recipe import RecipeSpec
 
 _FLA = "flash-linear-attention and causal-conv1d"
 #: The packages with the kernels that transformers runs, where these are installed, by family.
-PACKAGES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _FLA)
+PACKAGES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"), _FLA)
 
 
 def check_linear_attention(model: ModelSpec, recipe: RecipeSpec) -> None:

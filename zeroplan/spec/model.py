@@ -358,7 +358,11 @@ class ModelSpec(Spec):
     def upcasts_norms(self) -> bool:
         """Whether norms are fp32 under autocast with bitsandbytes' weights, and with them the residual stream."""
         adapter = self.adapter
-        return adapter is not None and adapter.quantize in ("nf4", "nf4-double", "int8") and adapter.upcast != "none"
+        return (
+            adapter is not None
+            and adapter.quantize in ("nf4", "nf4-double", "nf4-torchao", "int8")
+            and adapter.upcast != "none"
+        )
 
     @property
     def upcasts_ends(self) -> bool:

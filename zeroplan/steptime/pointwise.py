@@ -195,7 +195,9 @@ _DORA_IDENTITY = {"plain": Moved(4, 0, 2, 0), "autocast": Moved(12, 0, 3, 0)}
 #: ``autograd/_functions.py``, MatMul4Bit). Such a layer took 5 launches more than a plain one in the forward and 8 more in the
 #: backward: QLoRA beside LoRA of Llama 3.1 8B, 224 layers, DDP and FSDP2 (tests/on_gpus/records). With 8-bit scales, two kernels
 #: dequantise these first. An 8-bit weight is dequantised in the backward only (read, not run).
+#: torchao's NF4 runs one operator after the other, on codes of 64 bits (read, not run).
 _UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10), "gptq": Moved(2.57, 2.57, 5, 8),
+             "nf4-torchao": Moved(29, 29, 18, 21),
              "int8": Moved(0, 3, 7, 3)}  # fmt: skip
 #: peft adds an adapter to the whole weight of all experts, and once more to check its shape; the backward reads the sum's gradient
 #: for both matrices (``ParamWrapper``). Read, not run. Both weights are counted where one alone has an adapter.

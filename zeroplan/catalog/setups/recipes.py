@@ -284,7 +284,7 @@ def _tune_adapter(reading: Reading, component: str) -> None:
     reading.tell("lora_targets", "model.lora_attn_modules", ",".join(targets))
     reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
     if component.startswith("qlora") or table.switch("model.quantize_base"):
-        reading.tell("quantize", "model._component_", "nf4-double")
+        reading.tell("quantize", "model._component_", "nf4-torchao")
     if table.switch("model.use_dora"):  # modules/peft/dora.py
         reading.tell("dora", "model.use_dora", "torchtune")
 

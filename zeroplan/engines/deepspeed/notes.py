@@ -1,7 +1,7 @@
 """The gathered elements over a pass under ZeRO-3: the notes of a replay, and their summary."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -161,14 +161,14 @@ def per_module(notes: Iterable[Noted]) -> tuple[tuple[str, Note], ...]:
     return tuple(named.items())
 
 
-def rising(first: int, n_blocks: int, held: Callable[[int], int]) -> tuple[tuple[int, int], ...]:
+def rising(blocks: Sequence[int], held: Callable[[int], int]) -> tuple[tuple[int, int], ...]:
     """Return the last of these blocks, and earlier ones with more gathered than all later ones, each with its elements.
 
-    >>> rising(1, 3, lambda block: {1: 7, 2: 4, 3: 5}[block])
+    >>> rising((1, 2, 3), lambda block: {1: 7, 2: 4, 3: 5}[block])
     ((3, 5), (1, 7))
     """
     chosen: list[tuple[int, int]] = []
-    for block in range(first + n_blocks - 1, first - 1, -1):
+    for block in reversed(blocks):
         elements = held(block)
         if not chosen or elements > chosen[-1][1]:
             chosen.append((block, elements))

@@ -84,6 +84,11 @@ class Step(NamedTuple):
     """
 
     @property
+    def only_contains(self) -> bool:
+        """Whether it has no parameters of its own, or is the model that reads the embedding's."""
+        return not self.parameters or not self.name
+
+    @property
     def has_experts(self) -> bool:
         """Whether it gathers the experts of its block."""
         return self.leaf or self.name.endswith(".experts")

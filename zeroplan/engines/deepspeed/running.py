@@ -105,22 +105,25 @@ def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
     return tuple([line for line in saved if line.tag != HEAD_INPUT and not (with_norm and line.tag.role is Role.NORMALISED)])
 
 
-GradientCounts = tuple[tuple[int, tuple[int, ...]], ...]
-"""For each run: the block after its last, and the elements of a block's gradients made when autograd delivers each weight's."""
+GradientCounts = tuple[tuple[int, str, tuple[int, ...]], ...]
+"""For each run: the block after its last, its kind, and the elements of a block's gradients made when autograd delivers each
+weight's."""
 
 
 def gradient_counts(these: Passes) -> GradientCounts:
     """Return the counts that locate a number of gradients within a block."""
-    return tuple((run.first + run.n_blocks, tuple([one.gradients for one in run.block.handed])) for run in these.runs)
+    return tuple(
+        [(run.first + run.n_blocks, run.kind, tuple([one.gradients for one in run.block.handed])) for run in these.runs]
+    )
 
 
-def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
-    """Return the run, the index of the block's next gradients, and whether they have just come; outside blocks the position."""
+def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[str | int, ...]:
+    """Return the kind, the index of the block's next gradients, and whether they have just come; outside blocks the position."""
     if not 0 <= block < counts[-1][0]:
         return (block,)
-    run, gradients = next((at, handed) for at, (end, handed) in enumerate(counts) if block < end)
+    kind, gradients = next((kind, handed) for end, kind, handed in counts if block < end)
     at = min(bisect_left(gradients, made), len(gradients) - 1)
-    return run, at, made == gradients[at]
+    return kind, at, made == gradients[at]
 
 
 def _sum_of(lines: Iterable[Line]) -> str:

@@ -17,7 +17,7 @@ from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gra
 from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
-from zeroplan.engines.passes import Below, Passes, RunPass, kept_before, kept_bytes, moments_below, shared_at
+from zeroplan.engines.passes import Below, Passes, RunPass, kept_bytes, moments_below, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
@@ -174,7 +174,7 @@ class Training(MicroBatch):
         trace = self.trace
         for point, count in self._received(run):
             seen = self._seen_before(index, count)
-            trace.hold("kept", *kept_before(self.these, seen.block))
+            trace.hold("kept", *self.kept_before(seen.block))
             trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
             trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
 
@@ -206,7 +206,7 @@ class Training(MicroBatch):
                 trace.hold("shared", *shared_at(these, seen.block))
                 trace.at(name, Phase.BACKWARD)
                 trace.pass_by(
-                    *kept_before(these, maximum(seen.block, 0)),
+                    *self.kept_before(maximum(seen.block, 0)),
                     *running_lines(these, seen.block, seen.made),
                     *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)),
                     *self._tied_until(seen),

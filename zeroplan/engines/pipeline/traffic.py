@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, over_replicas, reduce_scatter
+from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, of_muon, over_replicas, reduce_scatter
 from zeroplan.engines.pipeline.schedule import Place
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import Gathers, gathers, unshards
@@ -37,7 +37,7 @@ def collectives(
 
 
 def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
-    """Yield collectives among ranks that split the stage or its sequences. They cross stage boundaries in parallel."""
+    """Yield collectives among ranks that split the stage or its sequences, or one matrix's step."""
     if mesh.tp != 1:
         from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
 
@@ -54,6 +54,8 @@ def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpe
         from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
 
         yield from exchanged(stage.plan, batch, model, mesh)
+    if stage.plan.recipe.optimizer == "muon":
+        yield from of_muon(stage.plan, mesh.dp_replicate)
 
 
 def _of_stage(stage: StagePlan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:

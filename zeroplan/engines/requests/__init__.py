@@ -34,13 +34,28 @@ def requests_of(
     ``starts``: where the weights are before. Only for FSDP1 is known what this leaves in the cache. Raises SpecError for jobs
     of :func:`not_written`.
     """
-    if reason := not_written(job):
-        raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
+    refuse_unwritten(job)
     if job.mesh.pp > 1:
         return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
+    return _program(job, starts).run(STEPS[job.recipe.engine] if steps is None else steps)
+
+
+def first_requests_of(job: JobSpec, *, starts: Starts = "loaded") -> Log:
+    """Return the beginning of :func:`requests_of`: the setup and the first micro-batch, without a pipeline."""
+    refuse_unwritten(job)
+    return _program(job, starts).run_first()
+
+
+def refuse_unwritten(job: JobSpec) -> None:
+    """Raise SpecError for jobs of :func:`not_written`."""
+    if reason := not_written(job):
+        raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
+
+
+def _program(job: JobSpec, starts: Starts) -> ModelPass:
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
     one: ModelPass = import_module(f"zeroplan.engines.requests.{name}").step_of(job, Log(starts))
-    return one.run(STEPS[job.recipe.engine] if steps is None else steps)
+    return one
 
 
 def _of_a_pipeline(job: JobSpec, steps: int, rank: int | None) -> Log:

@@ -104,9 +104,9 @@ class Step(OneByOne):
         self._run_on(-1)
 
     def _run_on(self, block: int) -> None:
-        """Begin a block's modules without parameters, up to the next module with some."""
+        """Begin a block's modules that only contain others, up to the next module that computes with its own parameters."""
         steps = self.gathers.steps
-        while self.at < len(steps) and steps[self.at].block == block and not steps[self.at].parameters:
+        while self.at < len(steps) and steps[self.at].block == block and steps[self.at].only_contains:
             if steps[self.at].direction != FORWARD and not self.in_backward:
                 return
             self._begin()

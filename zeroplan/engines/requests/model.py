@@ -113,16 +113,24 @@ class ModelPass:
             self.update()
         return self.log
 
+    def run_first(self) -> Log:
+        """Run the setup and the first micro-batch, with which :meth:`run` begins."""
+        self.begin()
+        self._micro_batch(0, 0)
+        return self.log
+
     def micro_batches(self, steps: int) -> Iterator[None]:
         """Run the micro-batches of each step; at every ``yield`` the optimizer's step has begun."""
         for step in range(steps):
-            self.step = step
             for micro in range(self.per_step):
-                self.last = micro + 1 == self.per_step
-                self.forward()
-                self.backward()
+                self._micro_batch(step, micro)
             self.log.begin(step, Phase.STEP)
             yield
+
+    def _micro_batch(self, step: int, micro: int) -> None:
+        self.step, self.last = step, micro + 1 == self.per_step
+        self.forward()
+        self.backward()
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 

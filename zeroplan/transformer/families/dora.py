@@ -131,7 +131,7 @@ def _weight(tape: Tape, read: Value, name: str, matrix: Size, quantize: Quantize
     written: list[Store] = []
     if quantize != "none":
         scales = scales_written_out(tape, name, matrix, quantize, copies=1)
-        written = [dequantised(tape, name, matrix, DEQUANTISED)]
+        written = [dequantised(tape, name, matrix, DEQUANTISED, quantize)]
         tape.drop(*scales)
     if tape.is_wide(read.dtype) == tape.is_wide(e):
         return tuple(written)

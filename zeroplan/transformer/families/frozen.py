@@ -26,6 +26,7 @@ FOLLOWED = "bitsandbytes 0.43.3, nn/modules.py, Linear4bit.set_compute_type; aut
 LAYER_4BIT = "bitsandbytes 0.50, nn/modules.py, Linear4bit.forward"
 FORWARD = "bitsandbytes 0.50, backends/cuda/ops.py, _dequant_linear_fallback"
 BACKWARD = "bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit.backward"
+TORCHAO = "torchao 0.18, quantization/quantize_/workflows/nf4/nf4_tensor.py, NF4Tensor.get_original_weight"
 GPTQ = "fms-acceleration 876e2ed, fms_acceleration_peft/gptqmodel/nn_modules/triton_utils/dequant.py, QuantLinearFunction"
 QUANT_8BIT = "bitsandbytes 0.50, backends/cuda/ops.py, int8_vectorwise_quant"
 PRODUCT_8BIT = "bitsandbytes 0.50, backends/default/ops.py, int8_scaled_mm; backends/cuda/ops.py, int8_mm_dequant"
@@ -256,7 +257,7 @@ def _product_of_4_bits(
         for store in op.stores_of(kept):  # an attribute of the operator, which lives as long as the graph
             tape.hold(store)
         scales = scales_written_out(tape, name, matrix, quantize, copies=1)
-        tape.scratch.append(dequantised(tape, name, matrix, BACKWARD))
+        tape.scratch.append(dequantised(tape, name, matrix, BACKWARD, quantize))
         tape.drop(*scales)
         return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
 
@@ -270,7 +271,8 @@ def written_for_product(tape: Tape, name: str, matrix: Size, read: Value, traini
 
     A layer that follows an fp32 input makes an fp32 weight, which autocast casts again.
     """
-    written = [*scales_written_out(tape, name, matrix, training.quantize, copies=2), dequantised(tape, name, matrix, FORWARD)]
+    scales = scales_written_out(tape, name, matrix, training.quantize, copies=2)
+    written = [*scales, dequantised(tape, name, matrix, FORWARD, training.quantize)]
     if not _follows(tape, read, training):
         return written
     wide = tape.make(TEMPORARY, f"weight of the {name}, in fp32", 4 * matrix, FOLLOWED)
@@ -287,9 +289,18 @@ def _follows(tape: Tape, read: Value, training: Training) -> bool:
     return training.four_bits_follow_inputs and tape.autocast and tape.is_wide(read.dtype)
 
 
-def dequantised(tape: Tape, name: str, matrix: Size, source: str) -> Store:
-    """Return a weight dequantised from four bits."""
-    return tape.make(TEMPORARY, f"weight of the {name}, written out of 4 bits", e * matrix, source)
+def dequantised(tape: Tape, name: str, matrix: Size, source: str, quantize: Quantize = "nf4") -> Store:
+    """Return a weight dequantised from four bits.
+
+    torchao's codes are then 64 bits wide, and variables hold their values before and after these are scaled, in 16 bits.
+    """
+    reason = f"weight of the {name}, written out of 4 bits"
+    if quantize != "nf4-torchao":
+        return tape.make(TEMPORARY, reason, e * matrix, source)
+    steps = tape.make(TEMPORARY, f"{reason}: codes, values and scales", 12 * matrix + 4 * ceil(matrix, 64), TORCHAO)
+    written = tape.make(TEMPORARY, reason, e * matrix, TORCHAO)
+    tape.drop(steps)
+    return written
 
 
 def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, *, copies: int) -> list[Store]:

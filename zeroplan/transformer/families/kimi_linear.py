@@ -22,6 +22,8 @@ from zeroplan.transformer.families.deepseek import (
 from zeroplan.transformer.families.definition import SIZES, Block, Definition, gated_modules
 from zeroplan.transformer.families.delta_rule import Given
 from zeroplan.transformer.families.kimi_delta import kimi_delta_rule
+from zeroplan.transformer.families.kimi_kernels import kimi_delta_rule as kimi_delta_rule_of_fla
+from zeroplan.transformer.families.linear_kernels import convolution
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
@@ -49,13 +51,14 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 def _delta_attention(tape: Tape, normal: Value, block: Block) -> Value:
     """Run ``KimiLinearDeltaAttention``. Variables hold what goes into the recurrence until it returns."""
     given = op.without_padding(tape, normal, DELTA, padded=block.padded)
-    mixed = _mixed(tape, given)
+    mixed = _mixed(tape, given, block)
     query, key, value = op.chunk(tape, mixed, (ROWS,) * 3, Site("parts q, k and v", DELTA))
     decay = _decay(tape, given)
     bare = op.linear(tape, given, A, Site("projection to beta", DELTA, layer="b_proj"))
     beta = op.pointwise(tape, bare, "beta", Site("beta: sigmoid", DELTA), saves_result=True)
     tape.release(bare)
-    made = kimi_delta_rule(tape, Given(query, key, value, beta, decay), block)
+    inputs = Given(query, key, value, beta, decay)
+    made = kimi_delta_rule_of_fla(tape, inputs) if block.by_kernels else kimi_delta_rule(tape, inputs, block)
     narrow = op.linear(tape, given, D, Site("first projection to the gate", DELTA, layer="g_a_proj"))
     gate = op.linear(tape, narrow, INNER, Site("second projection to the gate", DELTA, layer="g_b_proj"), reads=D)
     tape.release(narrow)
@@ -65,7 +68,7 @@ def _delta_attention(tape: Tape, normal: Value, block: Block) -> Value:
     return out
 
 
-def _mixed(tape: Tape, given: Value) -> Value:
+def _mixed(tape: Tape, given: Value, block: Block) -> Value:
     """Join queries, keys and values, run the convolution and SiLU, and cut the result, which changes nothing."""
     parts = tuple(
         op.linear(tape, given, INNER, Site(f"{name} projection of linear attention", DELTA, layer=f"{name}_proj"))
@@ -79,12 +82,23 @@ def _mixed(tape: Tape, given: Value) -> Value:
         Site("joined queries, keys and values", DELTA),
     )
     tape.release(*parts)
-    bare = op.convolution(tape, joined, INNER + INNER + INNER, l, Site("convolution", DELTA))
-    made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", DELTA))
-    tape.release(bare, joined)
+    made = _convolved(tape, joined, block)
     (cut,) = op.slices(tape, made, (made.shape,), Site("silu of the convolution, cut", DELTA))
     tape.release(made)
     return cut
+
+
+def _convolved(tape: Tape, joined: Value, block: Block) -> Value:
+    """Run the convolution and SiLU. It releases ``joined``."""
+    width, site = INNER + INNER + INNER, Site("convolution", DELTA)
+    if block.by_kernels:  # the gradient is that of a cut, zeros in the order of dimensions
+        made = convolution(tape, joined, width, l, site, in_order=False)
+    else:
+        bare = op.convolution(tape, joined, width, l, site)
+        made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", DELTA))
+        tape.release(bare)
+    tape.release(joined)
+    return made
 
 
 def _decay(tape: Tape, given: Value) -> Value:

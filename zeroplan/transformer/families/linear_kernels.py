@@ -25,23 +25,31 @@ FEW_KEYS, KEYS, VALUES, STATES, HEADS = T * J * D, T * A * D, T * A * I, b * CHU
 TILES = ceil(D, 128)
 
 
-def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *, bias: bool = False) -> Value:
+def convolution(
+    tape: Tape, value: Value, width: Size, taps: Size, site: Site, *, bias: bool = False, in_order: bool = True
+) -> Value:  # fmt: skip
     """Run a depthwise convolution of ``width`` channels over ``taps`` tokens, and SiLU, as one operator that keeps its input.
 
-    Its backward makes gradients of its weights in fp32, even of frozen weights, and casts them.
+    Its backward makes gradients of its weights in fp32, even of frozen weights, and casts them. ``in_order``: the gradient comes
+    in the memory order of the input; else the operator copies it (csrc/causal_conv1d.cpp, causal_conv1d_bwd).
     """
     made = op.tensor(tape, f"output of the {site.name}", value.dtype, value.shape, CONVOLUTION)
     elements = (width * taps, width) if bias else (width * taps,)
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         passed = op.gradient(tape, value, f"gradient through the {site.name}", CONVOLUTION)
-        cast = not tape.is_wide(r)
-        for size in elements if cast or tape.mode.weights_frozen else ():
-            tape.temporary(f"gradient of the {site.name}'s weights, in fp32", 4 * size, CONVOLUTION)
+        trained, cast = not tape.mode.weights_frozen, not tape.is_wide(r)
         for size in elements:
-            if not tape.mode.weights_frozen:
+            if trained and not cast:
                 tape.weight_gradient(size)
-            elif cast:
+            else:
+                tape.temporary(f"gradient of the {site.name}'s weights, in fp32", 4 * size, CONVOLUTION)
+        if not in_order:
+            tape.drop(tape.make(op.TEMPORARY, f"gradient of the {site.name}, in order", made.dtype * made.shape, CONVOLUTION))
+        for size in elements if cast else ():
+            if trained:
+                tape.weight_gradient(size)
+            else:
                 tape.temporary(f"gradient of the {site.name}'s frozen weights", e * size, CONVOLUTION)
         return [(value, passed)]
 
@@ -55,14 +63,14 @@ def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:
         tape.make(op.TENSOR, f"{name} in order", one.dtype * one.shape, RULE)
         for one, name in zip(given[:3], ("queries", "keys", "values"), strict=True)
     ]
-    kept = [*_of_unit_length(tape), copies[2], given.beta.store, *_solved(tape)]
+    kept = [*of_unit_length(tape), copies[2], given.beta.store, *_solved(tape)]
     made = _read_out(tape)
     tape.add("linear attention", (made,), tuple(kept), _backward(given, block), of=tuple(given))
     tape.drop(*(one for one in kept if one is not given.beta.store), *copies[:2])
     return made
 
 
-def _of_unit_length(tape: Tape) -> list[Store]:
+def of_unit_length(tape: Tape) -> list[Store]:
     """Return queries and keys of unit length, each with a number for each row."""
     made = list[Store]()
     for name in ("queries", "keys"):
@@ -104,7 +112,7 @@ def _backward(given: Given, block: Block) -> Backward:
         value, beta, terms = _gradients_of_the_system(tape, held, learnt, block)
         decay = _gradient(tape, "gradient of the decay", 4 * HEADS)
         tape.drop(*held, summed, terms)
-        query, key = (_through_length(tape, one, name) for one, name in ((query, "queries"), (key, "keys")))
+        query, key = (through_length(tape, one, name) for one, name in ((query, "queries"), (key, "keys")))
         return list(zip(given, (query, key, value, beta, decay), strict=True))
 
     return backward
@@ -158,7 +166,7 @@ def _gradients_of_the_system(
     return value, beta, terms
 
 
-def _through_length(tape: Tape, passed: Store, name: str) -> Store:
+def through_length(tape: Tape, passed: Store, name: str) -> Store:
     """Return the gradient of rows from that of rows of unit length, which it releases."""
     made = _gradient(tape, f"gradient of the {name} before their length", e * FEW_KEYS)
     tape.drop(passed)

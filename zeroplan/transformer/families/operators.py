@@ -3,6 +3,7 @@
 Sizes are those of the eager operators of torch 2.13. Tensors have the names of transformers' variables.
 """
 
+from contextlib import nullcontext
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import NOTHING, Size, ceil
@@ -14,7 +15,6 @@ from zeroplan.transformer.families.tape import (
     Arriving,
     Backward,
     Beside,
-    Do,
     Exchange,
     Saved,
     Site,
@@ -310,8 +310,7 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     The engine counts the bytes of a weight's copy, which lives to the backward. A bias's copy lives to the end of the forward.
     """
     if tracked and not tape.offloading:
-        tape.casts.append(elements)
-        tape.history.actions.append((Do.CAST, elements))
+        tape.hold_cast(elements)
     else:
         tape.cached.append(elements)
     made = Value(Store(TEMPORARY, "", NOTHING, ""), e, elements)
@@ -544,6 +543,7 @@ class Norm(NamedTuple):
     source: str
 
 
+_WITHOUT_WEIGHT = ("power, no weight", "no weight")
 #: Norms that multiply by their weight, in whichever order they cast.
 _PLAIN_RMS_NORMS = ("cast, then weighted", "weighted, then cast", "copied weight, then cast")
 
@@ -558,7 +558,7 @@ def norm(
     """
     at, module = place or Place()
     site = Site(name, kind.source, module, at)
-    with tape.owning():
+    with tape.owning() if kind.kind not in _WITHOUT_WEIGHT else nullcontext():
         if tape.mode.norm is not None:
             return tape.mode.norm(tape, value, weight, rows, site)
         if tape.mode.fused_norms and kind.kind == "cast, then weighted":

@@ -2,8 +2,8 @@
 
 A pair is a token and one of its experts. ``torch._grouped_mm`` multiplies pairs sorted by expert: in full training padded to
 multiples of eight per expert, in a copy; beside frozen weights without padding, with one adapter of all experts, that of the run
-whose tokens are in the batch. GPUs before Hopper run one expert after the other, which is not modelled, as do the adapters of
-January 2026 on Blackwell. Run as modules of our own with the same behaviour (tests/transformer/prime_rl_experts.py).
+whose tokens are in the batch. Not modelled: GPUs before Hopper, which run one expert after the other, as adapters did before 30
+January 2026 on other GPUs than Hopper's. Run as modules of our own with the same behaviour (tests/transformer/prime_rl_experts.py).
 """
 
 from zeroplan.expr import Size

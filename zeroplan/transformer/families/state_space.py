@@ -14,6 +14,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM
 from zeroplan.transformer.families.definition import Block
+from zeroplan.transformer.families.mamba_kernels import mixed
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
@@ -46,6 +47,10 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
     if multiplied:
         joint = _times_vector(tape, joint, 4 if block.casts_inputs else r)
+    if block.by_kernels:
+        made = _by_kernels(tape, joint)
+        tape.release(joint, entry)
+        return made
     gate, bare, rates = op.chunk(tape, joint, (T * inner, T * (inner + 2 * side), T * A), Site("gate, x, B, C and dt", MIXER))
     out = op.convolution(tape, bare, inner + 2 * side, l, Site("convolution", MIXER), bias=True)
     active = op.pointwise(tape, out, "silu of the convolution", Site("convolution: silu", MIXER))
@@ -57,10 +62,7 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     bare_active, active = active, op.without_padding(tape, active, MIXER, padded=block.padded)
     tape.release(bare_active, entry)
     x, keys, queries = op.chunk(tape, active, (T * inner, T * side, T * side), Site("parts x, B and C", MIXER))
-    decay = tape.make(op.TENSOR, "rates of decay", 4 * A, MIXER), tape.make(op.TENSOR, "rates of decay, negative", 4 * A, MIXER)
-    tape.drop(
-        *(decay[:1] if tape.mode.weights_frozen else ())
-    )  # autograd saves them for the gradient of their logarithms alone
+    decay = _rates(tape)
     scanned = _scan(tape, (x, keys, queries, rates), decay, block)
     normed = (_gated if block.only_gated else _gated_norm)(tape, scanned, gate)
     tape.release(scanned)
@@ -69,6 +71,20 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     made = op.linear(tape, narrow, h, Site("output projection", MIXER, layer="out_proj"), reads=inner)
     tape.release(narrow, x, keys, queries, active, gate, bare, rates, joint)
     tape.drop(decay[1])
+    return made
+
+
+def _rates(tape: Tape) -> tuple[Store, Store]:
+    """Return the rates of decay and their negative. Autograd saves the former for the gradient of their logarithms alone."""
+    made = tape.make(op.TENSOR, "rates of decay", 4 * A, MIXER), tape.make(op.TENSOR, "rates of decay, negative", 4 * A, MIXER)
+    tape.drop(*(made[:1] if tape.mode.weights_frozen else ()))
+    return made
+
+
+def _by_kernels(tape: Tape, joint: Value) -> Value:
+    rates = _rates(tape)
+    made = mixed(tape, joint, rates)
+    tape.drop(*(rates[1:] if tape.mode.weights_frozen else rates))
     return made
 
 

@@ -714,6 +714,11 @@ class Tape:
         made = [value.store for value in outputs]
         return [*self.moments[:before], last._replace(stores=tuple(store for store in last.stores if store not in made))]
 
+    def hold_cast(self, elements: Size) -> None:
+        """Make an autocast copy of a weight that lives to the backward; the engine counts its bytes."""
+        self.casts.append(elements)
+        self.history.actions.append((Do.CAST, elements))
+
     def matrix_product(self, made: Store) -> None:
         """Record the output of a plain matrix product. A selective checkpoint keeps the first, the third, and so on."""
         if self.mode.keeps:

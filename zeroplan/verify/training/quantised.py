@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig
 from transformers.integrations.bitsandbytes import replace_with_bnb_linear
 from transformers.quantizers.base import get_keys_to_not_convert
 
+from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.verify.fake_parts import eight_bit_kernels, four_bit_kernels  # noqa: F401  they register the products' allocations
 from zeroplan.verify.replaced import replaced
@@ -26,6 +27,8 @@ def quantise(model: nn.Module, adapter: AdapterSpec, dtype: torch.dtype, *, stor
     transformers loads a checkpoint; weights on the meta device are allocated on torch's default device. ``storage`` is the
     declared dtype of packed weights.
     """
+    if adapter.quantize == "nf4-torchao":
+        raise SpecError("zeroplan verify builds bitsandbytes' layers, and none of torchao's; use --quantize nf4-double")
     nested, eight = adapter.quantize == "nf4-double", adapter.quantize == "int8"
     before = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     quantisation = BitsAndBytesConfig(  # type: ignore[no-untyped-call]

@@ -48,6 +48,8 @@ class Training:
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
+        runs = tuple([(run.kind, run.first, run.n_blocks) for run in these.runs])
+        self._alike = _blocks_alike(runs, apart=swaps_optimizer(job.recipe))  # gradients that stay grow from run to run
 
     def run(self) -> None:
         """Run forward, loss and head backward, the blocks with their buckets, and the end."""
@@ -57,7 +59,7 @@ class Training:
             self.trace.hold("checkpoint", *checkpoint_beside(run))
             if self._is_frozen(run):
                 self.frozen_block_backward(run)
-            else:
+            elif run.first + run.n_blocks - 1 == self._alike[run.first][-1]:
                 self.block_backward(run)
         self.trace.hold("checkpoint")
         self.reduce_buckets()
@@ -174,15 +176,16 @@ class Training:
                 self._gather_experts(run, point)
 
     def _highest(self, run: RunPass, at: _Place, point: BackwardPoint) -> _Highest:
-        """Return the blocks with most gathered, including gradients that wait outside a bucket.
+        """Return the blocks of the run's kind with most gathered, including gradients that wait outside a bucket.
 
         If gradients stay on the GPU, also the first block: gradients grow towards it, block by block, as activations shrink.
         """
-        first, backward = run.first, self.gathered.backward
+        blocks, backward = self._alike[run.first], self.gathered.backward
+        first = blocks[0]
         if self.job.recipe.deepspeed.contiguous_gradients:
-            found = _highest_blocks(self.gathered, first, run.n_blocks, at)
+            found = _highest_blocks(self.gathered, blocks, at)
         else:
-            most = rising(first, run.n_blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
+            most = rising(blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
             found = tuple((block, _held(backward[block], *at)) for block, _ in most)
         if not swaps_optimizer(self.job.recipe) or found[-1][0] == first:
             return found
@@ -191,7 +194,7 @@ class Training:
     def _gather_experts(self, run: RunPass, first: BackwardPoint) -> None:
         """Write the gather of experts for their backward, before its ``first`` point has made anything."""
         made = first.gradients
-        for block, held in _highest_blocks(self.gathered, run.first, run.n_blocks, (made, _GATHERING, True, True)):
+        for block, held in _highest_blocks(self.gathered, self._alike[run.first], (made, _GATHERING, True, True)):
             waits = self._waiting(block, _NOWHERE._replace(gradients=made))
             self._enter(block)
             beside = (*waits, *self.tied, *staying_lines(self.job, block, made))
@@ -250,12 +253,24 @@ class Training:
 
 @lru_cache(maxsize=256)
 def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> _Highest:
-    return rising(first, n_blocks, lambda block: most[block])
+    return rising(range(first, first + n_blocks), lambda block: most[block])
 
 
 @lru_cache(maxsize=4096)
-def _highest_blocks(gathered: Gathered, first: int, n_blocks: int, at: _Place) -> _Highest:
-    return rising(first, n_blocks, lambda block: _held(gathered.backward[block], *at))
+def _highest_blocks(gathered: Gathered, blocks: tuple[int, ...], at: _Place) -> _Highest:
+    return rising(blocks, lambda block: _held(gathered.backward[block], *at))
+
+
+@lru_cache(maxsize=256)
+def _blocks_alike(runs: tuple[tuple[str, int, int], ...], *, apart: bool) -> dict[int, tuple[int, ...]]:
+    """Return by each run's first block all blocks of its kind, or of the run alone (``apart``), in their order.
+
+    ``runs``: kind, first block and number of each.
+    """
+    blocks: dict[str, tuple[int, ...]] = {}
+    for kind, first, count in runs:
+        blocks[kind] = (*blocks.get(kind, ()), *range(first, first + count))
+    return {first: tuple(range(first, first + count)) if apart else blocks[kind] for kind, first, count in runs}
 
 
 def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above

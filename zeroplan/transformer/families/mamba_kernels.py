@@ -1,0 +1,159 @@
+"""Mamba-2 as mamba_ssm runs it: convolution, scan, norm and output projection in one operator, which keeps its input.
+
+The package allocates in Python, and its kernels allocate nothing: read, and run with kernels that do nothing, not on a GPU. Its
+backward makes gradients of all its weights, even of frozen ones.
+"""
+
+from zeroplan.expr import Size, Values, call, ceil
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.operators import PROCESSORS
+from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value
+from zeroplan.transformer.symbols import A, D, I, J, Q, T, Z, b, e, h, l, r
+
+SCAN = "mamba 2.3, mamba_ssm/ops/triton/ssd_combined.py, MambaSplitConv1dScanCombinedFn"
+FORWARD = "mamba 2.3, mamba_ssm/ops/triton/ssd_combined.py, _mamba_chunk_scan_combined_fwd"
+BACKWARD = "mamba 2.3, mamba_ssm/ops/triton/ssd_combined.py, _mamba_chunk_scan_combined_bwd"
+NORM = "mamba 2.3, mamba_ssm/ops/triton/layernorm_gated.py, _layer_norm_bwd"
+
+#: Elements of x, of B or C, of all that the convolution makes, of one number per head for tokens in whole chunks and for chunks,
+#: of states of all chunks and of the last one, and of a group's pairs of tokens of a chunk.
+ROWS, SIDE, CONVOLVED = T * A * I, T * J * D, T * (A * I + 2 * J * D)
+FILLED, CHUNKS, LAST, STATES, PAIRS = Q * b * Z * A, b * Z * A, b * A * D * I, b * Z * A * D * I, b * Z * J * Q * Q
+
+
+def _splits(values: Values) -> Int:
+    heads = values["A"] // values["J"]
+    each = maximum(minimum(ceil_div(values["b"] * values["Z"] * values["A"], PROCESSORS), heads), 1)
+    return ceil_div(heads, each)
+
+
+def _norm_rows(values: Values) -> Int:
+    group = int(values["A"]) * int(values["I"]) // int(values["J"])
+    warps = min(8, max(1, (1 << (group - 1).bit_length()) // 256))
+    return -(-PROCESSORS * -(-4 // warps) // int(values["J"]))
+
+
+#: Parts of a group's heads that multiprocessors sum apart; parts of the gradient of the norm's weight.
+SPLITS = call(f"ceil(A/J/max(1, min(A/J, ceil(b·Z·A/{PROCESSORS}))))", _splits)
+NORM_ROWS = call(f"ceil({PROCESSORS}·ceil(4/max(1, min(8, pow2(A·I/J)/256)))/J)", _norm_rows)
+
+
+def mixed(tape: Tape, joint: Value, decay: tuple[Store, Store]) -> Value:
+    """Run ``mamba_split_conv1d_scan_combined`` on the joint projection. ``decay``: the rates of decay, and their negative."""
+    brief = [_brief(tape, "x, B and C after the convolution", e * CONVOLVED, SCAN), *_before_scan(tape)]
+    scores = _brief(tape, "scores of tokens within chunks", 4 * PAIRS, FORWARD)
+    scanned = tape.make(op.TENSOR, "output of the scan", e * ROWS, FORWARD)
+    tape.drop(scores)
+    brief.append(_brief(tape, "norm of the scan's output", e * ROWS, SCAN))
+    root = tape.make(op.TENSOR, "reciprocal root mean square of the scan's output", 4 * T * J, SCAN)
+    weight = h * A * I
+    cast = weight if tape.autocast else None
+    if cast is not None:
+        tape.hold_cast(cast)
+    made = op.tensor(tape, "output of the output projection", e, T * h, SCAN)
+    tape.matrix_product(made.store)
+    tape.drop(*brief)
+    kept = (joint, scanned, root, *(decay[1:] if tape.mode.weights_frozen else decay))
+    tape.add("Mamba-2", (made,), kept, _backward(joint), of=tape.with_weight(joint), cast=cast, saves_weight=True)
+    tape.drop(scanned, root)
+    return made
+
+
+def _brief(tape: Tape, reason: str, size: Size, source: str = BACKWARD) -> Store:
+    return tape.make(op.TEMPORARY, reason, size, source)
+
+
+def _before_scan(tape: Tape) -> list[Store]:
+    """Return dt and the decay summed up, states before chunks, and the last states, which nothing reads."""
+    sums = _brief(tape, "dt, and the decay summed up within chunks", 8 * FILLED, FORWARD)
+    own = _brief(tape, "states of chunks, in fp32", 4 * STATES, FORWARD)
+    rest = [_brief(tape, "states before chunks", e * STATES, FORWARD), _brief(tape, "last states", 4 * LAST, FORWARD)]
+    tape.drop(own)
+    return [sums, *rest]
+
+
+def _backward(joint: Value) -> Backward:
+    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+        again = [("norm of the scan's output, again", ROWS), ("x, B and C after the convolution, again", CONVOLVED)]
+        for reason, size in again:
+            tape.temporary(reason, e * size, SCAN)
+        given = op.gradient(tape, joint, "gradient of the joint projection", SCAN)
+        tape.temporary("gradients of x, B and C after the convolution", e * CONVOLVED, SCAN)
+        tape.temporary("gradient of the norm's output", e * ROWS, SCAN)
+        tape.temporary("gradient of the scan's output", e * ROWS, NORM)
+        parts = _brief(tape, "gradients of the norm's weight, in parts", 4 * NORM_ROWS * A * I, NORM)
+        _of_weight(tape, "the norm", A * I)
+        tape.drop(parts)
+        _scan_backwards(tape)
+        _of_weight(tape, "the output projection", h * A * I, wide=False)
+        for size in ((A * I + 2 * J * D) * l, A * I + 2 * J * D):
+            _of_weight(tape, "the convolution", size)
+        for _ in range(3 if not tape.mode.weights_frozen else 0):  # dt's bias, the decay's logarithm, and D
+            tape.weight_gradient(A)
+        return [(joint, given)]
+
+    return backward
+
+
+def _of_weight(tape: Tape, of: str, size: Size, *, wide: bool = True) -> None:
+    """Make a weight's gradient, then cast it to the weight's dtype. That of a frozen weight ends with the operator."""
+    same = tape.is_wide(r) == (wide or tape.wide)
+    if not same or tape.mode.weights_frozen:
+        tape.temporary(f"gradient of the weights of {of}, not yet cast", (4 if wide else e) * size, SCAN)
+    if not tape.mode.weights_frozen:
+        tape.weight_gradient(size)
+    elif not same:
+        tape.temporary(f"gradient of the frozen weights of {of}", r * size, SCAN)
+
+
+def _scan_backwards(tape: Tape) -> None:
+    """Run ``_mamba_chunk_scan_combined_bwd``, all of whose own tensors end with it."""
+    held = [
+        _brief(tape, reason, size)
+        for reason, size in (
+            ("dt, copied", e * T * A), ("dt, and the decay summed up within chunks, again", 8 * FILLED),
+            ("scores of tokens within chunks, again", 4 * PAIRS),
+        )
+    ]  # fmt: skip
+    held += _states_backwards(tape)
+    terms = _brief(tape, "gradients of D from each part of a chunk", 4 * ceil(Q, 32) * CHUNKS)
+    held.append(_brief(tape, "gradient of dt", 4 * FILLED))
+    tape.drop(terms)
+    for name in ("B", "C"):
+        held.append(_brief(tape, f"gradient of the decay, from {name}", 4 * FILLED))
+        held.append(_summed(tape, f"gradient of {name}", 4 * SIDE))
+    held.append(_summed(tape, "gradient of the scores", 4 * PAIRS))
+    turned = _brief(tape, "gradient of the decay, turned round", 4 * FILLED)
+    total = _brief(tape, "gradient of the decay, turned round and summed up", 4 * FILLED)
+    tape.drop(turned)
+    held.append(_brief(tape, "gradient of the decay, summed up", 4 * FILLED))
+    tape.drop(total)
+    parts = _brief(tape, "gradient of the decay, from each part of a chunk", 4 * FILLED * ceil(Q, 32))
+    held.append(_brief(tape, "gradient of the decay within chunks", 4 * FILLED))
+    tape.drop(parts)
+    held.append(_brief(tape, "both gradients of the decay", 4 * FILLED))
+    tape.drop(*held)
+
+
+def _summed(tape: Tape, reason: str, size: Size) -> Store:
+    """Return a sum over the parts of a group's heads."""
+    parts = _brief(tape, f"{reason}, from each part of a group's heads", size * SPLITS)
+    made = _brief(tape, reason, size)
+    tape.drop(parts)
+    return made
+
+
+def _states_backwards(tape: Tape) -> list[Store]:
+    """Return states and their gradients in the compute dtype, the gradient of whole chunks' decay, and the last states."""
+    own = _brief(tape, "states of chunks, in fp32, again", 4 * STATES)
+    before = _brief(tape, "states before chunks, in fp32", 4 * STATES)
+    last = _brief(tape, "last states, again", 4 * LAST)
+    tape.drop(own)
+    wide = _brief(tape, "gradients of states, in fp32", 4 * STATES)
+    narrow = _brief(tape, "gradients of states", e * STATES)
+    states = before if tape.wide else _brief(tape, "states before chunks, again", e * STATES)
+    parts = _brief(tape, "gradient of whole chunks' decay, in parts", 4 * CHUNKS * ceil(D * I, 64))
+    decay = _brief(tape, "gradient of whole chunks' decay", 4 * CHUNKS)
+    tape.drop(parts, wide, *(() if tape.wide else (before,)))
+    return [last, narrow, states, decay]
