@@ -365,7 +365,7 @@ def test_experts_are_gathered_as_the_estimate_says(model: str):
 @pytest.mark.parametrize(
     "model",
     ["gpt2", "opt-1.3b", "bloom-560m", "pythia-1b", "llama-3.2-1b", "gemma-2-2b", "gemma-3-1b", "phi-4", "glm-4-9b",
-     "olmo-2-1124-7b", "granite-3.0-2b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout"],
+     "olmo-2-1124-7b", "granite-3.0-2b", "mixtral-8x7b", "gpt-oss-20b", "deepseek-v3", "llama-4-scout", "apertus-8b"],
 )  # fmt: skip
 def test_every_module_of_a_family_begins_where_deepspeeds_coordinator_expects_it(model: str, recompute: str):
     """The block's program and the coordinator have the same modules in the same order, and every gradient has an owner."""

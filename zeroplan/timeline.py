@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
-from zeroplan.ledger import Band, Kind, Moment, Phase, Role, bytes_by_kind
+from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
 from zeroplan.numeric import Int, maximum, minimum
 from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments
-from zeroplan.weights import ONE_POOL, Pools
+from zeroplan.weights import ONE_POOL, Pools, in_pools, weigh
 
 #: FSDP2 allocates the inputs of a reduce-scatter on the compute stream, and its outputs, the sharded gradients, on the reduce
 #: stream (torch 2.13, _fsdp_collectives.py, foreach_reduce).
@@ -73,7 +73,7 @@ class Sizes(NamedTuple):
 def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
     """Return the highest totals over the moments; ints or columns. [bytes]"""
     by_kind: defaultdict[Kind, list[Int]] = defaultdict(list)
-    by_pool: defaultdict[int, list[Int]] = defaultdict(list)
+    by_pool = list[tuple[Int, ...]]()
     own, totals = own_pools(recipe), list[Int]()
     for moment in moments:
         kinds = bytes_by_kind(moment.lines)
@@ -82,18 +82,11 @@ def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
             continue
         if Kind.ACTIVATION_GRADIENTS in kinds:  # they reuse blocks of activations, which have the same sizes
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
-        pools: dict[int, Int] = {}
         for kind, n_bytes in kinds.items():
             by_kind[kind].append(n_bytes)
-            pool = own.get(kind, 0)
-            pools[pool] = pools.get(pool, 0) + n_bytes
-        if own.get(Kind.GATHER) and Kind.GATHER in kinds:
-            copied = sum((line.n_bytes for line in moment.lines if line.tag.role is Role.COPIED_OUT), start=0)
-            pools[own[Kind.GATHER]], pools[0] = pools[own[Kind.GATHER]] - copied, pools.get(0, 0) + copied
-        for pool, n_bytes in pools.items():
-            by_pool[pool].append(n_bytes)
-    in_pools = sum((maximum(0, *found) for found in by_pool.values()), start=0)
-    return Sizes(maximum(0, *totals), in_pools, {kind: maximum(0, *found) for kind, found in by_kind.items()})
+        by_pool.append(in_pools(weigh(moment.lines, own)))
+    streams = sum((maximum(0, *found) for found in zip(*by_pool, strict=True)), start=0)
+    return Sizes(maximum(0, *totals), streams, {kind: maximum(0, *found) for kind, found in by_kind.items()})
 
 
 def reserved(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:

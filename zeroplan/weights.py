@@ -10,7 +10,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, Role
 from zeroplan.numeric import Int, maximum
 
 if TYPE_CHECKING:
@@ -65,6 +65,18 @@ class Highest(NamedTuple):
 EMPTY = Highest(0, (0,) * len(POOLS))
 
 
+def pool_of(line: Line, pools: Pools) -> int:
+    """Return the number of a line's pool.
+
+    >>> from zeroplan.ledger import Tag
+    >>> cast = Line(Kind.GATHER, 3, "", tag=Tag(Role.COPIED_OUT))
+    >>> pool_of(Line(Kind.GATHER, 3, ""), {Kind.GATHER: 1}), pool_of(cast, {Kind.GATHER: 1})
+    (1, 0)
+    """
+    pool = pools.get(line[0], 0)  # indexes are faster than names
+    return 0 if pool and line[5].role is Role.COPIED_OUT else pool
+
+
 def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
     """Return the sums of lines by pool. [bytes]
 
@@ -78,7 +90,7 @@ def weigh(lines: Sequence[Line], pools: Pools) -> Weight:
     ints: list[Int] = [0, 0, 0]
     columns: dict[tuple[int, tuple[int, ...]], Int] = {}
     for line in lines:
-        n_bytes, pool = line[1], pools.get(line[0], 0)  # indexes are faster than names
+        n_bytes, pool = line[1], pool_of(line, pools)
         if isinstance(n_bytes, int):
             ints[pool] += n_bytes
         else:
@@ -238,7 +250,7 @@ def weigh_each(groups: Collection[Sequence[Line]], pools: Pools) -> Table:
     alike: dict[tuple[int, tuple[int, ...]], list[int]] = {}
     sizes = [line[1] for line in lines.values()]
     for at, (line, size) in enumerate(zip(lines.values(), sizes, strict=True)):
-        alike.setdefault((pools.get(line[0], 0), () if isinstance(size, int) else size.shape), []).append(at)
+        alike.setdefault((pool_of(line, pools), () if isinstance(size, int) else size.shape), []).append(at)
     arrays = {}
     row = np.zeros(len(lines), dtype=np.intp)
     for key, some in alike.items():

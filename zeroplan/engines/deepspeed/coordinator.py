@@ -6,6 +6,7 @@ module replays the decisions step by step. Source: DeepSpeed 0.19.8, ``runtime/z
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate, permutations, takewhile
@@ -104,14 +105,13 @@ class Replay:
         last_forward: bool = False,
     ) -> None:  # fmt: skip
         whole, options = one.whole, one.options
-        steps = _forward_alone(one) if last_forward else _steps(one)
-        self.numel = [each.end - each.start for each in whole.placed]
-        self.frozen = [each.parameter.frozen for each in whole.placed]
+        fixed = _fixed(whole, one.recomputed, not options.memory_efficient_linear, last_forward)
+        self.numel, self.frozen, self.uses, self.traversed = fixed.numel, fixed.frozen, fixed.uses, fixed.traversed
         self.profiled = whole.model.profile is not None
         self.tied_head = embedding_elements(whole) if self.profiled and has_tied_head(whole) else 0
         self.options = options
         self.n_blocks = whole.n_blocks
-        self.steps = steps
+        self.steps = fixed.steps
         self.persistent = _persistent(self.numel, options)
         self.resident = frozenset() if persistent_missing else self.persistent
         self.decided = set() if decided is None else decided
@@ -120,11 +120,8 @@ class Replay:
         self.on_nvme = one.on_nvme
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
-        self.uses = _uses(steps)
-        per_step = [0 if step.leaf else sum([self.numel[index] for index in step.parameters]) for step in steps]
         self.starts = (*whole.starts, whole.n_elements)
-        self.traversed = (0, *accumulate(per_step))
-        self.queue = deque((index, at) for at, step in enumerate(steps) for index in sorted(step.parameters))
+        self.queue = deque(fixed.queue)
         self.fetched_for: dict[int, int] = {}
         self.available: set[int] = set()
         self.in_flight: dict[int, _Handle] = {}
@@ -401,15 +398,37 @@ class _FirstPass(Replay):
         pass
 
 
-def _steps(one: Pass) -> tuple[Step, ...]:
-    return trace(one.whole, recomputed=one.recomputed, linears_of_torch=not one.options.memory_efficient_linear)
+class _Fixed(NamedTuple):
+    """What every pass of a model has in common."""
+
+    steps: tuple[Step, ...]
+    numel: tuple[int, ...]
+    """Elements of each parameter."""
+    frozen: tuple[bool, ...]
+    uses: dict[int, list[int]]
+    """By parameter: the steps that use it."""
+    traversed: tuple[int, ...]
+    """Elements of the parameters of all modules before each step."""
+    queue: tuple[tuple[int, int], ...]
+    """Each parameter that a step uses, and the step, in the order of the trace."""
 
 
-def _forward_alone(one: Pass) -> tuple[Step, ...]:
+@lru_cache(maxsize=64)
+def _fixed(whole: Row, recomputed: int, linears_of_torch: bool, forward_alone: bool) -> _Fixed:  # noqa: FBT001  a key
+    steps = trace(whole, recomputed=recomputed, linears_of_torch=linears_of_torch)
+    steps = _forward_alone(steps) if forward_alone else steps
+    numel = tuple([each.end - each.start for each in whole.placed])
+    per_step = [0 if step.leaf else sum([numel[index] for index in step.parameters]) for step in steps]
+    queue = tuple([(index, at) for at, step in enumerate(steps) for index in sorted(step.parameters)])
+    frozen = tuple([each.parameter.frozen for each in whole.placed])
+    return _Fixed(steps, numel, frozen, _uses(steps), (0, *accumulate(per_step)), queue)
+
+
+def _forward_alone(steps: tuple[Step, ...]) -> tuple[Step, ...]:
     """Return the steps of a forward without a backward, in which autograd saves nothing."""
     return tuple(
         step._replace(in_graph=(), frees=tuple(freed._replace(saved=()) for freed in step.frees))
-        for step in takewhile(lambda step: step.direction == FORWARD, _steps(one))
+        for step in takewhile(lambda step: step.direction == FORWARD, steps)
     )
 
 
@@ -421,7 +440,7 @@ def _uses(steps: tuple[Step, ...]) -> dict[int, list[int]]:
     return uses
 
 
-def _persistent(numels: list[int], options: DeepSpeedOptions) -> frozenset[int]:
+def _persistent(numels: Sequence[int], options: DeepSpeedOptions) -> frozenset[int]:
     """Return the parameters small enough to stay gathered. Source: ``parameter_offload.py``, ``mark_persistent_parameters``."""
     total = 0
     kept: list[int] = []

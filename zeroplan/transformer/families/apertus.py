@@ -33,7 +33,13 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
 
 
 def _xielu(tape: Tape, x: Value) -> Value:
-    """Return xIELU of ``x``, which stays. Under autocast the alphas are fp32, and widen what they multiply."""
+    """Return xIELU of ``x``, which stays. Its module has both alphas."""
+    with tape.owning():
+        return _both_parts(tape, x)
+
+
+def _both_parts(tape: Tape, x: Value) -> Value:
+    """Compute xIELU for positive and for negative numbers. Under autocast the alphas are fp32, and widen what they multiply."""
     wide: Width = 4 if tape.autocast else x.dtype
     alphas = tape.make(op.TENSOR, "xielu: both alphas", 2 * wide * _ONE, XIELU)
     positive = tape.make(op.TENSOR, "xielu: where x is positive", T * f, XIELU)

@@ -22,7 +22,7 @@ from zeroplan.transformer.symbols import T, e, h
 CAST = "torchao 0.18, float8/float8_training_tensor.py, _ToFloat8ConstrFunc.forward"
 PRODUCT = "torchao 0.18, float8/float8_ops.py, float8_mm"
 BLOCKS = "torchao 0.18, prototype/moe_training/mxfp8_linear.py, mx_mm (read, not run)"
-FOUR_BITS = "torchao 0.18, prototype/moe_training/nvfp4_training/nvfp4_linear.py, nvfp4_mm_triton (read, not run)"
+FOUR_BITS = "torchao 0.18, prototype/moe_training/nvfp4_training/nvfp4_linear.py, nvfp4_mm_triton"
 LAYER = "torchao 0.18, float8/float8_linear.py, matmul_with_hp_or_float8_args"
 
 
@@ -89,11 +89,14 @@ def _linear_in_blocks(
         raise AssertionError("layers with a bias are refused")
     name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
     given = op.cast(tape, value, e, Site(f"input of the {name}", site.source))
-    factors = [
-        _in_blocks(tape, f"{what} of the {name}", size, four=four) for what, size in (("input", inputs), ("weight", matrix))
-    ]
-    kept = [_in_blocks(tape, f"{what} of the {name}, by columns", size, four=True, saved=True)
-            for what, size in ((("input", inputs), ("weight", matrix)) if four else ())]  # fmt: skip
+    factors, kept = list[Store](), list[Store]()
+    for what, size in (("input", inputs), ("weight", matrix)):
+        if four and what == "weight":
+            wide = (f"{part} of the {name}'s weight in fp32" for part in ("copy", "absolute values"))
+            tape.drop(*[tape.make(TEMPORARY, reason, 4 * matrix, FOUR_BITS) for reason in wide])
+        factors.append(_in_blocks(tape, f"{what} of the {name}", size, four=four))
+        if four:
+            kept.append(_in_blocks(tape, f"{what} of the {name}, by columns", size, four=True, saved=True))
     made = op.tensor(tape, f"output of the {name}", e, outputs, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
     tape.drop(*factors)
