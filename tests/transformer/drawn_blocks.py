@@ -402,8 +402,10 @@ def too_high(case: Case) -> tuple[int, int]:
     """
     narrowed = 2 * sum(one.numel for one in case.layers.parameters if is_bias(one)) if case.spec.upcasts_norms else 0
     if LINEAR_KERNELS in case.compute.fused and case.compute.autocast and case.spec.adapter is None:
-        convolved = [one for one in case.layers.parameters if one.autocast and "conv1d" in one.name]
-        narrowed += 2 * sum(one.numel for one in convolved)  # the kernel reads them in fp32
+        # The kernels read a convolution's weights in fp32, and keep no copy of Mamba-2's output projection in a checkpoint.
+        names = ("conv1d.", "mamba.out_proj", "mixer.out_proj") if case.compute.recompute != "none" else ("conv1d.",)
+        uncopied = [one for one in case.layers.parameters if one.autocast and any(name in one.name for name in names)]
+        narrowed += 2 * sum(one.numel for one in uncopied)
     if not case.compute.autocast or case.compute.recompute == "none" or case.spec.adapter is not None:
         return narrowed, 0
     viewed = ("weight",) if case.spec.family == "falcon" else ("conv1d.weight", "conv.conv.weight")

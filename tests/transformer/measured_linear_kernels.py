@@ -18,7 +18,8 @@ from tests.transformer.drawn_blocks import drawn, run_of, with_padding
 from tests.transformer.fake_blocks import BlockRun
 from tests.transformer.linear_kernels import install_kernels, releases
 from zeroplan.spec.adapter import AdapterSpec
-from zeroplan.spec.recipe import LINEAR_KERNELS
+from zeroplan.spec.linear_kernels import runs_by_kernels
+from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
 from zeroplan.transformer.parameters import WITH_STATES, plain_kind
 from zeroplan.verify.fake_cuda.installed import install_node
 
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
 
 SAVED = Path(__file__).with_name("linear_kernels.json")
 #: Families with such kernels.
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear")
+FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "granitemoehybrid", "nemotron_h", "bamba")
+_OF_MAMBA = FAMILIES[4:]
 #: How blocks are drawn: all weights trained, with adapters in all linear layers, and with padding in the batch.
 MANNERS = ("trained", "adapted", "padded")
-#: Cases of each family and manner.
-CASES = 12
+#: Cases of each family and manner; fewer of families that share Mamba-2.
+CASES, CASES_OF_MAMBA = 12, 4
 
 
 def case_of(family: str, manner: str, number: int) -> Case | None:
@@ -42,11 +44,15 @@ def case_of(family: str, manner: str, number: int) -> Case | None:
     case = with_padding(draw, family) if manner == "padded" else drawn(draw, family)
     if plain_kind(case.spec, case.layers.kind) not in WITH_STATES:
         return None
+    recipe = RecipeSpec(engine="ddp", zero_stage=0)
+    if not runs_by_kernels(case.spec, recipe):
+        return None
     if manner == "adapted" and family == "kimi_linear":
         return None  # its adapters are not modelled
     if manner == "adapted":
         compute = case.compute._replace(autocast=False, recompute="full" if number % 2 else "none")
-        case = case._replace(spec=replace(case.spec, adapter=AdapterSpec(rank=4)), compute=compute)
+        targets = "attention,mlp,in_proj" if family == "nemotron_h" else "all-linear"  # as peft has it
+        case = case._replace(spec=replace(case.spec, adapter=AdapterSpec(rank=4, targets=targets)), compute=compute)
     return case._replace(compute=case.compute._replace(fused=(LINEAR_KERNELS,)))
 
 
@@ -56,7 +62,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         for manner in MANNERS:
             numbered = ((number, case_of(family, manner, number)) for number in range(10 * CASES))
             there = [(f"{family}, {manner}, {number}", case) for number, case in numbered if case is not None]
-            yield from there[:CASES]
+            yield from there[: CASES_OF_MAMBA if family in _OF_MAMBA else CASES]
 
 
 def saved() -> dict[str, BlockRun]:

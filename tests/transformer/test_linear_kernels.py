@@ -14,7 +14,7 @@ pytest.importorskip("peft", reason="peft is not installed, and builds the adapte
 from tests.simulated import in_a_process_of_its_own
 from tests.transformer.drawn_blocks import differences_from
 from tests.transformer.linear_kernels import installed
-from tests.transformer.measured_linear_kernels import CASES, FAMILIES, cases, measured, saved
+from tests.transformer.measured_linear_kernels import CASES_OF_MAMBA, FAMILIES, cases, measured, saved
 
 pytestmark = pytest.mark.torch
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.torch
 def test_a_block_takes_what_is_said(family: str) -> None:
     runs = saved()
     found = {name: differences_from(runs[name], case) for name, case in cases() if name.startswith(f"{family},")}
-    assert len(found) >= CASES
+    assert len(found) >= CASES_OF_MAMBA
     assert {name: beyond for name, beyond in found.items() if beyond} == {}
 
 

@@ -3,12 +3,17 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import refuse
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 _FLA = "flash-linear-attention and causal-conv1d"
+_OF_MAMBA = ("granitemoehybrid", "nemotron_h", "bamba")
+_MAMBA = "mamba_ssm and causal-conv1d"
 #: The packages with the kernels that transformers runs, where these are installed, by family.
-PACKAGES = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"), _FLA)
+PACKAGES = {
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"), _FLA),
+    **dict.fromkeys(_OF_MAMBA, _MAMBA),
+}
 
 
 def check_linear_attention(model: ModelSpec, recipe: RecipeSpec) -> None:
@@ -29,4 +34,15 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[str | 
     yield recipe.engine not in engines and f"engine {recipe.engine!r}", f"one of {', '.join(engines)}"
     away = recipe.offload_activations and recipe.recompute == "none"
     yield away and "offload_activations and recompute 'none'", "recompute 'full'"
+    yield _needs_copies(model) and "channels of Mamba-2 that 8 does not divide", "a model whose channels it divides"
     yield recipe.kernels == "cpu" and "kernels 'cpu'", "'cuda'"
+
+
+def _needs_copies(model: ModelSpec) -> bool:
+    """Whether the convolution's kernel needs copies of its input, or refuses it (mamba_ssm 2.3, ``ensure_stride``)."""
+    own = model.linear
+    return model.family in _OF_MAMBA and own is not None and any(one % 8 for one in (own.num_value_heads, _channels(own)))
+
+
+def _channels(own: LinearSpec) -> int:
+    return own.num_value_heads * own.value_head_dim + 2 * own.num_key_heads * own.key_head_dim

@@ -543,7 +543,8 @@ class RecipeSpec(Spec):
     attention: Attention = "sdpa"
     """The implementation: torch's ``scaled_dot_product_attention``, FlashAttention, or eager operators."""
     linear_attention: LinearAttention = "torch"
-    """What runs linear attention: the kernels of flash-linear-attention and causal-conv1d, or transformers' own operators."""
+    """What runs linear attention and Mamba-2: the kernels of flash-linear-attention, mamba_ssm and causal-conv1d, or transformers'
+    own operators."""
     padded: bool = False
     """Some sequences of a batch end in padding, so that attention gets a mask. The padding counts as tokens."""
     activation_model: ActivationModel = "module"

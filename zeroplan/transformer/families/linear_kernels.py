@@ -4,7 +4,7 @@ One operator runs the whole recurrence. It keeps its inputs, and makes again in 
 allocate in Python, and their kernels allocate nothing: read, and run with kernels that do nothing, not on a GPU.
 """
 
-from zeroplan.expr import Size, ceil
+from zeroplan.expr import NOTHING, Size, ceil
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.delta_rule import CHUNKS, Given
@@ -38,23 +38,33 @@ def convolution(
 
     def backward(tape: Tape, _taken: list[Store]) -> Arriving:
         passed = op.gradient(tape, value, f"gradient through the {site.name}", CONVOLUTION)
-        trained, cast = not tape.mode.weights_frozen, not tape.is_wide(r)
-        for size in elements:
-            if trained and not cast:
-                tape.weight_gradient(size)
-            else:
-                tape.temporary(f"gradient of the {site.name}'s weights, in fp32", 4 * size, CONVOLUTION)
-        if not in_order:
-            tape.drop(tape.make(op.TEMPORARY, f"gradient of the {site.name}, in order", made.dtype * made.shape, CONVOLUTION))
-        for size in elements if cast else ():
-            if trained:
-                tape.weight_gradient(size)
-            else:
-                tape.temporary(f"gradient of the {site.name}'s frozen weights", e * size, CONVOLUTION)
+        order = f"gradient of the {site.name}, in order", NOTHING if in_order else made.dtype * made.shape
+        of_its_weights(tape, elements, order)
         return [(value, passed)]
 
     tape.add(site.name, (made,), (value,), backward, of=tape.with_weight(value), place=site.place, saves_weight=True)
     return made
+
+
+def of_its_weights(tape: Tape, elements: tuple[Size, ...], beside: tuple[str, Size]) -> None:
+    """Make the gradients of a convolution's weights: all in fp32, ``beside`` a temporary, then each in its weight's dtype."""
+    trained, cast = not tape.mode.weights_frozen, not tape.is_wide(r)
+    wide = list[Store]()
+    for size in elements:
+        if trained and not cast:
+            tape.weight_gradient(size)
+        else:
+            wide.append(tape.make(op.TEMPORARY, "gradient of a convolution's weights, in fp32", 4 * size, CONVOLUTION))
+    tape.drop(tape.make(op.TEMPORARY, beside[0], beside[1], CONVOLUTION))
+    for one, size in zip(wide, elements, strict=False):
+        if not cast:
+            tape.scratch.append(one)
+            continue
+        if trained:
+            tape.weight_gradient(size)
+        else:
+            tape.temporary("gradient of a convolution's frozen weights", e * size, CONVOLUTION)
+        tape.drop(one)
 
 
 def gated_delta_rule(tape: Tape, given: Given, block: Block) -> Value:

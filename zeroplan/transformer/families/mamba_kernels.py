@@ -4,9 +4,10 @@ The package allocates in Python, and its kernels allocate nothing: read, and run
 backward makes gradients of all its weights, even of frozen ones.
 """
 
-from zeroplan.expr import Size, Values, call, ceil
+from zeroplan.expr import NOTHING, Size, Values, call, ceil
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families.linear_kernels import of_its_weights
 from zeroplan.transformer.families.operators import PROCESSORS
 from zeroplan.transformer.families.tape import Arriving, Backward, Store, Tape, Value
 from zeroplan.transformer.symbols import A, D, I, J, Q, T, Z, b, e, h, l, r
@@ -86,9 +87,11 @@ def _backward(joint: Value) -> Backward:
         _of_weight(tape, "the norm", A * I)
         tape.drop(parts)
         _scan_backwards(tape)
+        if tape.mode.weights_frozen:
+            tape.temporary("gradients of dt's bias, the rates of decay, and D", (8 + r) * A, BACKWARD)
         _of_weight(tape, "the output projection", h * A * I, wide=False)
-        for size in ((A * I + 2 * J * D) * l, A * I + 2 * J * D):
-            _of_weight(tape, "the convolution", size)
+        width = A * I + 2 * J * D
+        of_its_weights(tape, (width * l, width), ("", NOTHING))
         for _ in range(3 if not tape.mode.weights_frozen else 0):  # dt's bias, the decay's logarithm, and D
             tape.weight_gradient(A)
         return [(joint, given)]
@@ -98,13 +101,18 @@ def _backward(joint: Value) -> Backward:
 
 def _of_weight(tape: Tape, of: str, size: Size, *, wide: bool = True) -> None:
     """Make a weight's gradient, then cast it to the weight's dtype. That of a frozen weight ends with the operator."""
-    same = tape.is_wide(r) == (wide or tape.wide)
-    if not same or tape.mode.weights_frozen:
-        tape.temporary(f"gradient of the weights of {of}, not yet cast", (4 if wide else e) * size, SCAN)
-    if not tape.mode.weights_frozen:
+    same, trained = tape.is_wide(r) == (wide or tape.wide), not tape.mode.weights_frozen
+    made = None
+    if not (same and trained):
+        made = _brief(tape, f"gradient of the weights of {of}, not yet cast", (4 if wide else e) * size, SCAN)
+    if trained:
         tape.weight_gradient(size)
     elif not same:
         tape.temporary(f"gradient of the frozen weights of {of}", r * size, SCAN)
+    if made is not None and same:
+        tape.scratch.append(made)
+    elif made is not None:
+        tape.drop(made)
 
 
 def _scan_backwards(tape: Tape) -> None:
@@ -119,6 +127,7 @@ def _scan_backwards(tape: Tape) -> None:
     held += _states_backwards(tape)
     terms = _brief(tape, "gradients of D from each part of a chunk", 4 * ceil(Q, 32) * CHUNKS)
     held.append(_brief(tape, "gradient of dt", 4 * FILLED))
+    held.append(_brief(tape, "gradient of D", r * A))
     tape.drop(terms)
     for name in ("B", "C"):
         held.append(_brief(tape, f"gradient of the decay, from {name}", 4 * FILLED))

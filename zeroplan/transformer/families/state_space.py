@@ -82,9 +82,12 @@ def _rates(tape: Tape) -> tuple[Store, Store]:
 
 
 def _by_kernels(tape: Tape, joint: Value) -> Value:
+    """Run the rest in one operator. No variable holds the rates of decay, only their negative."""
     rates = _rates(tape)
+    unsaved = rates[:1] if not (tape.saving or tape.mode.weights_frozen) else ()
+    tape.drop(*unsaved)
     made = mixed(tape, joint, rates)
-    tape.drop(*(rates[1:] if tape.mode.weights_frozen else rates))
+    tape.drop(*(rates[1:] if tape.mode.weights_frozen or unsaved else rates))
     return made
 
 
