@@ -54,6 +54,8 @@ _RARE: tuple[_Fields, ...] = (
     {"model": {"vision": {"follows_pixels": True}}},
     {"model": {"vision": {"freeze_text": True}}},
     {"model": {"adapter": {"automodel": True}}},
+    {"model": {"adapter": {"dora": "peft"}}},
+    {"model": {"adapter": {"dora": "torchtune", "quantize": "nf4-torchao"}}},
     {
         "recipe": {"fsdp2": {}, "precision": "bf16", "fused_kernels": "grouped-experts"},
         "model": {"moe": {}, "adapter": AdapterSpec(rank=8, targets="attention", automodel=True, experts_rank=8)},

@@ -44,7 +44,7 @@ from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.linear_kernels import runs_by_kernels
-from zeroplan.spec.model import LinearSpec, MlaSpec, lightning
+from zeroplan.spec.model import LinearSpec, MlaSpec, PerLayerSpec, lightning
 from zeroplan.spec.pipeline import PIPELINED, SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
@@ -120,9 +120,20 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         linear=_states(draw, family, heads, head_dim, hidden) if traits.linear else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
+    if gemma_4 and made.vocab_size % 2:
+        return replace(made, moe=None, per_layer=_per_layer(made), global_key_value_heads=made.num_key_value_heads)
     if family == "glm_moe_dsa" and mla is not None and made.moe is not None and made.moe.num_dense_layers:
         return replace(made, mla=replace(mla, index_every=draw.choice((1, 2, 4))))
     return made
+
+
+def _per_layer(made: ModelSpec) -> PerLayerSpec:
+    """Embeddings of each layer; makes no draw, so that other jobs stay unchanged."""
+    every, shared = (3, 6)[made.hidden_size // 8 % 2], 6 * (made.num_hidden_layers // 12)
+    return PerLayerSpec(
+        width=8 * (1 + made.vocab_size % 5), vocab_size=made.vocab_size + made.hidden_size % 3, global_every=every,
+        shared_layers=shared, wide_mlp=shared > 0 and made.intermediate_size % 16 > 0,
+    )  # fmt: skip
 
 
 #: Orders of the kinds of layers in families that have an order of their own.

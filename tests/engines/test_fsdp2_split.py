@@ -111,6 +111,22 @@ def test_ranks_that_share_a_sequence_share_its_operations():
     assert alone.tokens == 4 * shared.tokens
 
 
+def test_ligers_loss_of_a_ranks_share_is_that_of_as_many_tokens():
+    """Its labels are shifted before ranks share them."""
+    fused, long = replace(JOB.recipe, loss="fused"), replace(JOB.batch, seq_len=2 * JOB.batch.seq_len)
+    alone, shared = (
+        replace(JOB, recipe=fused, mesh=MeshSpec(dp_shard=4)),
+        replace(JOB, recipe=fused, batch=long, mesh=MeshSpec(dp_shard=2, cp=2)),
+    )
+    logits = [
+        {line.reason: line.n_bytes for one in estimate(job).engine_moments for line in one.lines if line.kind is Kind.LOGITS}
+        for job in (alone, shared)
+    ]
+    labels = {"labels, padded", "labels, shifted"}
+    assert logits[1] == {reason: size for reason, size in logits[0].items() if reason not in labels}
+    assert "logits of a chunk" in logits[1]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [

@@ -344,9 +344,9 @@ def said_of(case: Case) -> BlockRun:
     )  # fmt: skip
     beside = _bytes(block.checkpoint_in_backward) if recomputed else 0
     return BlockRun(
-        kept + cached + _handed_up(case),
+        kept + cached + _handed_up(case) + _bytes(block.named),
         kept + cached + entered + _bytes(tuple(forward)) - given,
-        highest + beside - kept - own - hidden,
+        highest + beside - kept - own - hidden - _bytes(block.arriving),
     )
 
 

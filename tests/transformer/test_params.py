@@ -12,6 +12,7 @@ from tests.hugging_face import ENTRY_NAMES, TEXT_NAMES, hub_config, meta_model, 
 from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import ModelEntry, model, model_entry, models
+from zeroplan.engines.rows import REGISTERED_LATE
 from zeroplan.errors import SpecError
 from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.hardware import Figure
@@ -30,7 +31,9 @@ def named_shapes(spec: ModelSpec) -> list[tuple[str, tuple[int, ...]]]:
     built, stem = layout(spec), BLOCKS.get(spec.family, "model.layers")
     kinds = [built.runs[at].parameters for at in runs_in_order(spec)]
     blocks = [(f"{stem}.{i}.{p.name}", p.shape) for i, parameters in enumerate(kinds) for p in parameters]
-    return [(p.name, p.shape) for p in built.embeddings] + blocks + [(p.name, p.shape) for p in built.tail]
+    before, after = ([(p.name, p.shape) for p in part] for part in (built.embeddings, built.tail))
+    late = [one for one in before if one[0].startswith(REGISTERED_LATE)]  # after the final norm
+    return [*(one for one in before if one not in late), *blocks, *after[:1], *late, *after[1:]]
 
 
 def every_parameter(built: Layout) -> list[str]:

@@ -29,6 +29,11 @@ _GEMMA_4 = _LLAMA | {
     "num_hidden_layers": 6, "head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1, "sliding_window": 16,
     "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0,
 }  # fmt: skip
+_GEMMA_4_E = {key: value for key, value in _GEMMA_4.items() if key != "num_global_key_value_heads"} | {
+    "num_hidden_layers": 12, "num_key_value_heads": 1, "attention_k_eq_v": False, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 13, "num_kv_shared_layers": 6, "use_double_wide_mlp": True,
+    "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 4,
+}  # fmt: skip
 _V2 = {key: value for key, value in _DEEPSEEK.items() if key not in ("n_group", "topk_group")}
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
@@ -114,6 +119,11 @@ TINY: dict[str, dict[str, object]] = {
     "gemma4_text": _GEMMA_4,
     "gemma4_text, biases, untied, wide heads": _GEMMA_4 | {
         "attention_bias": True, "tie_word_embeddings": False, "num_hidden_layers": 12, "global_head_dim": 264,
+    },
+    "gemma4_text, embeddings of each layer, shared keys": _GEMMA_4_E,
+    "gemma4_text, embeddings of each layer": _GEMMA_4_E | {
+        "num_hidden_layers": 6, "num_kv_shared_layers": 0, "use_double_wide_mlp": False, "layer_types": None,
+        "tie_word_embeddings": False, "attention_bias": True,
     },
     "gemma4_text, experts": _GEMMA_4 | {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,

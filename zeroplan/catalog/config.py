@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
+from zeroplan.catalog.config_gemma4 import has_own_embeddings, of_full_attention, period_of, refuse_other_gemmas
 from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
 from zeroplan.catalog.config_rest import (
@@ -40,15 +41,13 @@ from zeroplan.spec.family import (
     TRAITS,
     WIDE_SHARED_EXPERTS,
 )
-from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, PerLayerSpec
 
 Config: TypeAlias = Mapping[str, object]
 #: Kinds of layers in a config, by its own names and those of transformers 5, and their letters in a pattern.
 LETTERS = {
     "mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E", "conv": "C",
 }  # fmt: skip
-#: What a Gemma 4 has by default: embeddings of each layer, values of their own, and logits without a cap.
-_WITHOUT_FORMULAS = {"hidden_size_per_layer_input": 256, "attention_k_eq_v": False, "final_logit_softcapping": None}
 #: Keys of Kimi Linear's ``linear_attn_config``, and transformers' for the same.
 _OF_LINEAR_ATTENTION = {
     "head_dim": "linear_head_dim", "num_heads": "linear_num_heads", "short_conv_kernel_size": "linear_conv_kernel_dim",
@@ -87,9 +86,8 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
     part = text_part(config)
-    text, is_part = _of_kimi(_of_full_attention(part.config)), part.is_part
+    text, is_part = _of_kimi(of_full_attention(part.config)), part.is_part
     source = _Source(text, _family(text, treat_as))
-    _refuse_small_gemmas(source)
     _demand_required(source)
     _refuse_other_architectures(source)
     model = replace(_spec(source, f"{name}{part.words}".lstrip()), vision=part.vision, head_rows=part.head_rows)
@@ -97,25 +95,6 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
     return ConfigRead(
         model, (*part.notes, *_treated(text.get("model_type"), treat_as), *beside, *notes_on_other_keys(text, source.family))
     )
-
-
-def _of_full_attention(config: Config) -> Config:
-    """Return a Gemma 4's config with the keys of its checkpoint, where transformers has saved ``per_layer_config`` instead."""
-    said, layers = config.get("per_layer_config"), config.get("num_hidden_layers")
-    if config.get("model_type") not in ("gemma4_text", "gemma4_unified_text") or not isinstance(said, Mapping) or not said:
-        return config
-    own = next(iter(said.values()))
-    full = [str(layer) for layer in range(5, layers, 6)] if isinstance(layers, int) else []
-    if not isinstance(own, Mapping) or dict.fromkeys(full, own) != {
-        str(layer).lstrip("0"): heads for layer, heads in said.items()
-    }:
-        raise NoFormulasError(
-            "per_layer_config in config.json has no formula: every sixth layer alone has heads of its own, all the same; "
-            "`zeroplan profile --config` traces the model itself"
-        )
-    keys = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    rest = {key: value for key, value in config.items() if key != "per_layer_config"}
-    return {**rest, **{keys[key]: value for key, value in own.items() if key in keys}}
 
 
 def _of_kimi(config: Config) -> Config:
@@ -335,28 +314,6 @@ def _refuse_other_minimaxes(source: _Source) -> None:
         )
 
 
-def _refuse_other_gemmas(source: _Source) -> None:
-    """Raise SpecError for a Gemma 4 that lacks a key without which it is another architecture."""
-    config = source.config
-    keys = [key for key in _WITHOUT_FORMULAS if key not in config]
-    for key in keys:
-        if key != "hidden_size_per_layer_input" or config.get("model_type") == "gemma4_text":
-            raise NoFormulasError(
-                f"config.json lacks {key}, which is {_WITHOUT_FORMULAS[key]} then, and has no formula; `zeroplan profile --config` "
-                "traces the model itself"
-            )
-
-
-def _refuse_small_gemmas(source: _Source) -> None:
-    """Raise NoFormulasError for Gemma 4's E2B and E4B, which also lack keys of the larger models."""
-    for key in ("hidden_size_per_layer_input", "num_kv_shared_layers") if source.family == "gemma4_text" else ():
-        if source.config.get(key):
-            raise NoFormulasError(
-                f"{key}={shown(source.config[key])} in config.json of a gemma4_text model has no formula, only {key}=0 has; "
-                "`zeroplan profile --config` traces the model itself"
-            )
-
-
 def _refuse_other_phis(source: _Source) -> None:
     """Raise NoFormulasError where positions turn more or fewer elements of a head than in the published models."""
     ropes = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := source.config.get(key), Mapping)]
@@ -395,7 +352,8 @@ def _refuse_other_falcons(source: _Source) -> None:
 
 
 _REFUSED = {
-    "gemma4_text": _refuse_other_gemmas, "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
+    "gemma4_text": lambda source: refuse_other_gemmas(source.config),
+    "minimax_m2": _refuse_other_minimaxes, "phi": _refuse_other_phis,
     "helium": _refuse_other_heliums, "falcon": _refuse_other_falcons,
 }  # fmt: skip
 
@@ -406,6 +364,8 @@ def _moe_way_out() -> str:
 
 def _demand_required(source: _Source) -> None:
     fields = config_keys(source.family).required
+    if source.family == "gemma4_text" and has_own_embeddings(source.config):
+        fields = tuple([field for field in fields if field != "global_key_value_heads"])
     if TRAITS[source.family].one_module and "E" in _letters(source):
         fields = (*fields, "moe_intermediate_size", "shared_expert_intermediate_size")
     if source.family == "gemma4_text" and _some_layers_have_experts(source):
@@ -452,8 +412,24 @@ def _shape(source: _Source) -> dict[str, object]:
         "mla": _mla(source),
         "linear": _linear(source),
         **_of_layers(source),
-        **({name: source.integer(name) for name in _GLOBAL_HEADS} if source.family == "gemma4_text" else {}),
+        **(_of_gemma_4(source) if source.family == "gemma4_text" else {}),
     }
+
+
+def _of_gemma_4(source: _Source) -> dict[str, object]:
+    """Return the heads of layers of full attention, and the embeddings of each layer, in models with such."""
+    if not has_own_embeddings(source.config):
+        return {name: source.integer(name) for name in _GLOBAL_HEADS}
+    shared = source.integer("num_kv_shared_layers", 0, least=0)
+    own = PerLayerSpec(
+        width=source.integer("hidden_size_per_layer_input", 256), vocab_size=source.integer("vocab_size_per_layer_input"),
+        global_every=period_of(source.config), shared_layers=shared, wide_mlp=shared > 0 and source.flag("use_double_wide_mlp"),
+    )  # fmt: skip
+    heads = {
+        "global_head_dim": source.integer("global_head_dim"),
+        "global_key_value_heads": source.integer("num_key_value_heads"),
+    }
+    return {**heads, "per_layer": own}
 
 
 def _intermediate_size(source: _Source, hidden: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import get_args
 
+from zeroplan.catalog.config_gemma4 import period_of
 from zeroplan.catalog.config_rest_keys import HARMLESS, ONLY
 from zeroplan.catalog.text import shown
 from zeroplan.errors import NoFormulasError, SpecError
@@ -160,6 +161,7 @@ def _refuse_layer_types(config: Config, family: str) -> None:
     often = ("linear_attention",) if family in LINEAR_FAMILIES else windows
     for layer, kind in enumerate(said, start=1):
         local = not is_global(family, layer - 1) if family in GLOBAL_LAYERS else every is not None and layer % every
+        local = bool(layer % period_of(config)) if family == "gemma4_text" else local
         full = ("indexed_attention" if family in INDEXED_FAMILIES else "full_attention",)
         if kind not in (often if local else full) and not _windowed(config, family, layer):
             raise NoFormulasError(

@@ -7,7 +7,7 @@ block, which the engine knows.
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
-from zeroplan.engines.passes import Passes, RunPass, checkpoint_beside, flowing_at_embedding, kept_before, kept_by_all
+from zeroplan.engines.passes import Below, Passes, RunPass, checkpoint_beside, kept_before, kept_by_all
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Phase
@@ -56,8 +56,8 @@ class MicroBatch(ABC):
         """Write the points of the run's other block at which memory can peak."""
 
     @abstractmethod
-    def below_blocks(self) -> Sequence[tuple[str, Lines]]:
-        """Return a label and the gradients of each operator below the blocks, after its backward."""
+    def below_blocks(self) -> Sequence[tuple[Below, Lines]]:
+        """Return each moment of the backward below the blocks, and the gradients then."""
 
     @property
     def sums_apart(self) -> bool:
@@ -140,9 +140,9 @@ class MicroBatch(ABC):
         trace, these = self.trace, self.these
         trace.hold("shared", *these.head.at_embedding)
         lines: Lines = ()
-        for name, lines in self.below_blocks():
-            trace.at(f"backward of the embedding{name}", Phase.BACKWARD)
-            trace.pass_by(flowing_at_embedding(these), *these.head.below_blocks, *lines)
+        for point, lines in self.below_blocks():
+            trace.at(f"backward of the embedding{point.name}", Phase.BACKWARD)
+            trace.pass_by(*point.lines, *lines)
         if has_tied_head(self.whole) and self.sums_apart:
             reason, symbol = "sum of the embedding's and the tied head's", embedding_symbol(self.whole)
             total = self.gradient(embedding_elements(self.whole), reason, symbol)

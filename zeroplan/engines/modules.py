@@ -30,8 +30,12 @@ _WITHOUT_PARAMETERS = (
 )
 
 
-#: Activations, which have no parameters, that a block has only with this layer: Nemotron-H's, and MiniMax's lightning attention.
-_ITS_ACTIVATION = {"mixer.up_proj": "mixer.act_fn", "self_attn.qkv_proj": "self_attn.act_fn"}
+#: Modules without parameters that a block has only with this layer: activations of Nemotron-H, of MiniMax's lightning attention and
+#: of Gemma 4's embedding of each layer, and Gemma 4's norm of values.
+_ITS_ACTIVATION = {
+    "mixer.up_proj": "mixer.act_fn", "self_attn.qkv_proj": "self_attn.act_fn", "per_layer_input_gate": "act_fn",
+    "self_attn.k_proj": "self_attn.v_norm",
+}  # fmt: skip
 
 
 def block_modules(model: ModelSpec, owners: Sequence[str], kind: str = "") -> Names:

@@ -3,9 +3,10 @@
 Engines walk through it, and add weights, gradients and buffers.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.account import Symbol
@@ -19,7 +20,7 @@ from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
-from zeroplan.transformer.blocks import BlockPass, HeadPass
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
@@ -210,3 +211,35 @@ def flowing_at_embedding(these: Passes) -> Line:
     """Return the gradient of the embedding's output after the backward of all blocks."""
     head, reason = these.head, "gradient of the embedding's output"
     return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, reason, head.hidden_formula, FLOWING)
+
+
+class Below(NamedTuple):
+    """A moment of the backward below the blocks, in or before the backward of an operator with weights."""
+
+    operator: int
+    """The operator's index, in backward order."""
+    name: str
+    """The operator's label (:func:`~zeroplan.engines.collecting.operators_below`)."""
+    lines: tuple[Line, ...]
+    """Live activations."""
+    gradients: int
+    """Elements of gradients made so far."""
+    current: int
+    """Elements of those that are being made."""
+
+
+def moments_below(these: Passes, operators: tuple[tuple[str, int], ...]) -> Iterator[Below]:
+    """Yield the moments of the backward below the blocks. ``operators``: their labels and the elements of their gradients."""
+    ends = tuple(accumulate(elements for _, elements in operators))
+    if not these.head.below:
+        lines = (flowing_at_embedding(these), *these.head.below_blocks)
+        yield from (Below(at, name, lines, ends[at], elements) for at, (name, elements) in enumerate(operators))
+    for at, point in operators_of(these, operators):
+        yield Below(at, operators[at][0], point.lines, point.gradients, point.current_gradient)
+
+
+def operators_of(these: Passes, operators: tuple[tuple[str, int], ...]) -> Iterator[tuple[int, BackwardPoint]]:
+    """Yield the points of the part before the blocks, each with the index of the operator whose gradient is made then or next."""
+    ends = tuple(accumulate(elements for _, elements in operators))
+    for point in these.head.below:
+        yield min(bisect_right(ends, point.gradients - point.current_gradient), len(ends) - 1), point

@@ -20,6 +20,10 @@ from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_o
 _ALIGNMENT = 2
 
 
+#: Parameters that run before the blocks and are registered after the final norm.
+REGISTERED_LATE = ("model.embed_tokens_per_layer.", "model.per_layer_")
+
+
 Sizes: TypeAlias = tuple[tuple[int, int], ...]
 """Elements of a parameter, and the number of parameters of that size."""
 
@@ -215,7 +219,12 @@ def _group(placed: tuple[Placed, ...]) -> Group:
 
 
 def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]], n_blocks: int) -> list[tuple[int, Parameter]]:
-    """Return parameters in the module's order, which layouts of families already have."""
+    """Return parameters in the module's order, which layouts of families have, except for the embeddings of each layer."""
+    if model.per_layer is not None:
+        late = [each for each in flat if each[1].name.startswith(REGISTERED_LATE)]
+        rest = [each for each in flat if each not in late]
+        at = next(at for at, (_, one) in enumerate(rest) if one.name.startswith("model.norm.")) + 1
+        return [*rest[:at], *late, *rest[at:]]
     if model.profile is None:
         return flat
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it

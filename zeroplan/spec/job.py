@@ -34,6 +34,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
+from zeroplan.spec.per_layer import check_per_layer
 from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import (
     LOMO,
@@ -323,6 +324,7 @@ class JobSpec(Spec):
         self._check_resharding()
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
+        check_per_layer(self.model, self.recipe)
         check_torchtitan(self.model, self.recipe, self.mesh)
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)

@@ -39,6 +39,8 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
 from zeroplan.spec.vision import VisionSpec
 
+#: Endings of the kinds of layers that may share the keys of a layer below (``transformer/parameters.py``).
+SHARED_KEYS = ("shared", "next to last", "last")
 #: Letters of the layers of one depth of multi-token prediction.
 PREDICTS = "ae"
 
@@ -123,6 +125,21 @@ class LinearSpec(Spec):
                 f"num_key_heads={self.num_key_heads} does not divide num_value_heads={self.num_value_heads}; each key head serves "
                 "a whole number of value heads"
             )
+
+
+class PerLayerSpec(Spec):
+    """Embeddings of each layer beside the token's (Gemma 4 E2B and E4B), and the last layers, which share keys and values."""
+
+    width: Dimension
+    """Width of the embedding that a layer reads of each token."""
+    vocab_size: Dimension
+    """Rows of the table of these embeddings, each with one for every layer."""
+    global_every: Annotated[int, Range(2, 10**4)]
+    """One layer in so many has full attention, the last of its period."""
+    shared_layers: Annotated[int, Range(0, 10**4)] = 0
+    """Last layers without keys and values of their own: they use those of the last layer of their kind below."""
+    wide_mlp: bool = False
+    """The MLPs of these layers are twice as wide."""
 
 
 def lightning(heads: int, head_dim: int, chunk_size: int) -> LinearSpec:
@@ -234,6 +251,8 @@ class ModelSpec(Spec):
     """Trained low-rank adapters beside frozen weights; None: no adapters."""
     frozen: FrozenSpec | None = None
     """The frozen parameters of a model without adapters."""
+    per_layer: PerLayerSpec | None = None
+    """Embeddings of each layer, in Gemma 4's E2B and E4B."""
     vision: VisionSpec | None = None
     """The vision tower of a multimodal model, and the images of a sequence."""
 
@@ -279,10 +298,19 @@ class ModelSpec(Spec):
         return repeated[: self.num_hidden_layers]
 
     def of_kind(self, kind: str) -> "ModelSpec":
-        """Return the model with the heads that its layers of this kind have."""
-        if kind != "global" or not self.global_head_dim:
+        """Return the model with the heads that its layers of this kind have, and the width of their MLP.
+
+        For layers of full attention the heads change places with those of layers with a window.
+        """
+        if not self.global_head_dim:
             return self
-        return replace(self, head_dim=self.global_head_dim, num_key_value_heads=self.global_key_value_heads)
+        own: dict[str, int] = {}
+        if kind.startswith("global"):
+            own = {"head_dim": self.global_head_dim, "num_key_value_heads": self.global_key_value_heads}
+            own |= {"global_head_dim": self.head_dim, "global_key_value_heads": self.num_key_value_heads}
+        if self.per_layer is not None and self.per_layer.wide_mlp and kind.endswith(SHARED_KEYS):
+            own["intermediate_size"] = 2 * self.intermediate_size
+        return replace(self, **own) if own else self  # type: ignore[arg-type]  # sizes alone
 
     @property
     def has_experts(self) -> bool:
@@ -488,7 +516,9 @@ class ModelSpec(Spec):
             raise NoFormulasError(
                 f"num_key_value_heads={self.num_key_value_heads} of a falcon model has no formula: query heads share them; use 1"
             )
-        if has_own and (self.num_hidden_layers % 6 or self.sliding_window is None):
+        if self.per_layer is not None:
+            self._check_per_layer(self.per_layer)
+        elif has_own and (self.num_hidden_layers % 6 or self.sliding_window is None):
             raise NoFormulasError(
                 f"num_hidden_layers={self.num_hidden_layers}, sliding_window={self.sliding_window} of a gemma4_text model has no "
                 "formula: five layers with a window come before each one of full attention; use a multiple of 6"
@@ -498,6 +528,19 @@ class ModelSpec(Spec):
         if has_own and self.num_attention_heads % self.global_key_value_heads:
             raise SpecError(
                 f"global_key_value_heads={self.global_key_value_heads} does not divide {self.num_attention_heads} attention heads"
+            )
+
+    def _check_per_layer(self, own: PerLayerSpec) -> None:
+        """Raise NoFormulasError for other orders of layers than those of Gemma 4's E2B and E4B."""
+        if self.family != "gemma4_text" or self.moe is not None:
+            raise SpecError(f"per_layer of a {self.family} model: a gemma4_text without experts alone has it")
+        layers, shared, every = self.num_hidden_layers, own.shared_layers, own.global_every
+        if own.wide_mlp and not shared:
+            raise SpecError("wide_mlp of a model whose layers share no keys: only layers that share keys may be wide")
+        if layers % every or shared % every or shared >= layers or self.sliding_window is None:
+            raise NoFormulasError(
+                f"num_hidden_layers={layers}, {shared} of which share keys, in periods of {every}, of a gemma4_text model have no "
+                "formula: both are whole periods, and some layers have keys of their own; `zeroplan profile --config` traces others"
             )
 
     def _check_linear(self, linear: LinearSpec) -> None:

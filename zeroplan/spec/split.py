@@ -73,6 +73,7 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         (model.adapter is not None and "adapters", "full training"),
+        (recipe.loss not in ("full", "fused") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"),
         *_of_model_and_batch(model, recipe, batch),
     )
     refuse(f"cp={ranks} with", cases, ", or cp=1")
@@ -109,6 +110,7 @@ def widths_of_experts(model: ModelSpec) -> tuple[int, int]:
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> tuple[tuple[str | bool, str], ...]:
     return (
+        (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
         *_of_model_and_batch(model, recipe, batch),
         (recipe.optimizer not in _OPTIMIZERS and f"optimizer {recipe.optimizer!r}", "adamw"),
         (not recipe.sync_every_micro_batch and "sync_every_micro_batch=False", "true for it"),
@@ -154,6 +156,5 @@ def _of_model_and_batch(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) 
         (biased and "biases of output and down projection", "a model without them"),
         (window is not None and batch.seq_len >= window and f"a sliding window of {window:,}", "a shorter seq_len"),
         (recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"),
-        (recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"),
         (recipe.offload_activations and "offload_activations", "recompute 'full' alone"),
     )

@@ -160,6 +160,13 @@ class BlockPass(NamedTuple):
     handed: tuple[HandedOn, ...] = ()
     before_experts: tuple[Line, ...] = ()
     """Tensors alive in the forward when the experts begin, in blocks with experts."""
+    named: tuple[Line, ...] = ()
+    """Tensors that layers above read too, if nothing but a variable of the model's forward keeps them."""
+    arriving: tuple[Line, ...] = ()
+    """What is alive when its backward begins, and that no block keeps: gradients of tensors that several layers read, and what
+    recomputations above have left. The points contain it."""
+    leaving: tuple[Line, ...] = ()
+    """The same when its backward ends, without the gradient of its input."""
 
     @property
     def entered(self) -> tuple[Line, ...]:
@@ -233,6 +240,13 @@ class HeadPass(NamedTuple):
     """Moments when the weights after the blocks receive their gradients."""
     handed_below: tuple[HandedOn, ...] = ()
     """Moments when the weights before the blocks receive their gradients."""
+    before: tuple[Line, ...] = ()
+    """What the part before the blocks needs for its backward, in models whose points of that backward are known. It is among
+    ``with_blocks``, or block 0 keeps it, too."""
+    looked_up: tuple[Line, ...] = ()
+    """In these models: tensors alive while its tables are looked up."""
+    below: tuple[BackwardPoint, ...] = ()
+    """These points: complete, beside ``at_embedding``."""
     tower_bytes: Int = 0
     """Bytes of the residual stream in a vision tower's blocks, which run before the text's blocks."""
     ahead: Ahead | None = None

@@ -21,7 +21,7 @@ def attention_widths(model: ModelSpec) -> int:
     In Gemma 4 it is the mean over its layers.
     """
     if model.global_head_dim:
-        every = GLOBAL_LAYERS[model.family]
+        every = GLOBAL_LAYERS[model.family] if model.per_layer is None else model.per_layer.global_every
         return 2 * model.num_attention_heads * ((every - 1) * model.head_dim + model.global_head_dim) // every
     values = model.head_dim if model.mla is None else model.mla.v_head_dim
     return model.num_attention_heads * (model.head_dim + values)

@@ -9,6 +9,7 @@ from zeroplan.numeric import Int, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
+from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
 from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
@@ -95,6 +96,8 @@ def _made(
 
     question = _question(model, compute, batch)
     text = (_whole if compute.tp == 1 else _of_a_rank)(question, recomputed=recomputed)
+    if model.per_layer is not None:
+        text = _with_all_layers(text, question, batch, recomputed=recomputed)
     around = with_images(text, model, compute, batch, recomputed=recomputed)
     beside = sum(line.n_bytes for line in (*around.forward, *around.first_input))
     ending = ending_pass(model, compute, question.x, question.values, loss, beside=beside)
@@ -166,6 +169,31 @@ def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
         (*(one.line(TEMPORARY, values) for one in around.named), *left, *(() if recomputed else masks)),
         (_EMBEDDED.line(TEMPORARY, values),) if named else (),
         with_blocks=(*tables, *leaf, *kept),
+    )
+
+
+def _with_all_layers(text: HeadPass, question: _Question, batch: Batch, *, recomputed: bool) -> HeadPass:
+    """Return the same with the embeddings of all layers, and with shared keys that variables hold.
+
+    The projection to all layers saves the first block's input, which counts there if that block keeps it, too.
+    """
+    from zeroplan.transformer.families.all_layers import before_blocks  # noqa: PLC0415  few models have them
+
+    model, compute, x, values, _ = question
+    made = before_blocks(model, x, values)
+    apart = () if recomputed or _first_saves_it(question) else made.given
+    kinds = [run.kind for run in layout(model).runs if run.kind.endswith("stored")]
+    stored = [line for kind in kinds for line in block_pass(model, kind, compute, batch).named] if not recomputed else []
+    with_blocks = (*apart, *made.kept, *made.made, *text.with_blocks)
+    return text._replace(
+        shared=(*text.at_embedding, *with_blocks),
+        with_blocks=with_blocks,
+        before=(*made.given, *made.kept),
+        forward=(*text.forward, *stored),
+        first_input=() if apart else text.first_input,
+        looked_up=made.looked_up,
+        below=made.points,
+        handed_below=made.handed,
     )
 
 

@@ -4,7 +4,7 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import image_states, of_linear_attention, ranks, symbols, widths
+from zeroplan.transformer.families.widths import image_states, of_each_layer, of_linear_attention, ranks, symbols, widths
 
 #: Symbols with their meaning, in the order in which reports print them.
 SYMBOLS: dict[str, str] = {
@@ -47,6 +47,12 @@ SYMBOLS: dict[str, str] = {
     "z": "rank of the adapters",
     "T_x": "tokens of the images to which layers attend, of all sequences (Llama 3.2 Vision)",
     "s_x": "tokens of the images of one sequence",
+    "h_l": "width of the embedding that each layer has of a token (Gemma 4 E2B and E4B)",
+    "w_l": "width of those of all layers",
+    "n_l": "these layers",
+    "V_l": "rows of their table",
+    "k_o": "width of the keys of its layers of the other kind, with a window or without",
+    "d_o": "width of a head of these layers",
 }
 
 
@@ -64,4 +70,5 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         "i": compute.prompt_len,
         "p": tp,
         **(image_states(model, x) or dict.fromkeys(("T_x", "s_x"), 0)),
+        **(of_each_layer(model) or dict.fromkeys(("h_l", "w_l", "n_l", "V_l", "k_o", "d_o"), 0)),
     }

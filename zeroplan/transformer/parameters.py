@@ -1,7 +1,7 @@
 """The types that params.py returns: parameter tensors under transformers' names, and a model's layout of them."""
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from zeroplan.ledger import Line
 from zeroplan.spec.family import GLOBAL_LAYERS, LINEAR_FAMILIES, is_global
@@ -72,6 +72,8 @@ def full_layers(model: ModelSpec) -> tuple[bool, ...]:
     layers = range(model.num_hidden_layers)
     if model.max_window_layers:
         return tuple(layer < model.max_window_layers for layer in layers)
+    if model.per_layer is not None:
+        return tuple((layer + 1) % model.per_layer.global_every == 0 for layer in layers)
     return tuple(is_global(model.family, layer) for layer in layers) if model.family in GLOBAL_LAYERS else ()
 
 
@@ -84,6 +86,8 @@ def kind_of_first(model: ModelSpec) -> str:
     """
     if model.layer_pattern:
         return KINDS_OF_LETTERS[model.letters[0]]
+    if model.per_layer is not None:
+        return kinds_by_keys(model)[0]
     if model.family in LINEAR_FAMILIES:
         return "linear"
     if model.family in GLOBAL_LAYERS:
@@ -104,6 +108,51 @@ def kinds_by_indexer(model: ModelSpec) -> tuple[str, ...]:
     dense, every = model.moe.num_dense_layers, model.mla.index_every
     turn = (HANDED, *(SHARED,) * (every - 2), "moe")
     return tuple("dense" if layer < dense else turn[(layer - dense) % every] for layer in range(model.num_hidden_layers))
+
+
+class OwnKeys(NamedTuple):
+    """A kind of layer in a model with embeddings of each layer, whose last layers may share keys and values."""
+
+    keys: Literal["own", "stored", "shared"] = "own"
+    """Its keys and values: its own, its own that layers above use too, or those of a layer below."""
+    arriving: tuple[Literal["embeddings", "local", "global"], ...] = ("embeddings",)
+    """Gradients that layers above have begun: of all layers' embeddings; of shared keys with a window, or of full attention."""
+    left: tuple[Literal["local", "global"], ...] = ()
+    """With recomputation: layers above whose recomputed keys and values, with what these came from, live to the end."""
+    weights_too: bool = False
+    """So do the weights that made them, where an engine gathers weights and autograd saves the gathered tensors (ZeRO-3)."""
+
+
+#: Kinds of layers with a window, and of full attention, in such a model. A layer of full attention is the last of each period.
+BY_KEYS: dict[str, OwnKeys] = {
+    "local": OwnKeys(left=("local", "global")),
+    "global": OwnKeys(left=("local", "global")),
+    "local, stored": OwnKeys("stored", ("embeddings", "local"), ("global",)),
+    "global, stored": OwnKeys("stored", ("embeddings", "local", "global")),
+    "local, shared": OwnKeys("shared", ("embeddings", "local", "global")),
+    "global, shared": OwnKeys("shared", ("embeddings", "local", "global")),
+    "local, next to last": OwnKeys("shared", ("embeddings", "global")),
+    "global, last": OwnKeys("shared", ()),
+}
+
+
+def own_keys(kind: str, *, shares: bool) -> OwnKeys:
+    """Return a layer's keys and what arrives from the layers above. ``shares``: some layers of the model share keys."""
+    one = BY_KEYS[kind]
+    return one if shares else one._replace(keys="own", left=())
+
+
+def kinds_by_keys(model: ModelSpec) -> tuple[str, ...]:
+    """Return the kind of each layer of a model with embeddings of each layer; empty for others."""
+    if model.per_layer is None:
+        return ()
+    layers, shared = model.num_hidden_layers, model.per_layer.shared_layers
+    ends = {layers - 1: ", last"}
+    if shared:
+        first = layers - shared
+        ends = dict.fromkeys(range(first, layers), ", shared") | dict.fromkeys((first - 2, first - 1), ", stored")
+        ends |= {layers - 2: ", next to last", layers - 1: ", last"}
+    return tuple([f"{'global' if full else 'local'}{ends.get(at, '')}" for at, full in enumerate(full_layers(model))])
 
 
 def plain_kind(model: ModelSpec, kind: str) -> str:

@@ -12,7 +12,15 @@ from functools import lru_cache
 from zeroplan.spec.family import INDEXED_FAMILIES, LINEAR_FAMILIES
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.definition import definition_of
-from zeroplan.transformer.parameters import KINDS_IN_TURN, KINDS_OF_LETTERS, Layout, Parameter, full_layers, kinds_by_indexer
+from zeroplan.transformer.parameters import (
+    KINDS_IN_TURN,
+    KINDS_OF_LETTERS,
+    Layout,
+    Parameter,
+    full_layers,
+    kinds_by_indexer,
+    kinds_by_keys,
+)
 from zeroplan.transformer.params_adapted import adapted_layout, only_trained, partly_frozen_layout
 from zeroplan.transformer.vision import VISION, kinds_in_order, with_cross_layers, with_tower
 
@@ -107,7 +115,7 @@ def runs_in_order(model: ModelSpec) -> tuple[int, ...]:
     at = {run.kind: index for index, run in enumerate(runs)}
     if mixed := kinds_in_order(model):
         return tuple(at["first" if layer == model.tower_layers and "first" in at else kind] for layer, kind in enumerate(mixed))
-    kinds = [KINDS_OF_LETTERS[letter] for letter in model.letters] or [*kinds_by_indexer(model)]
+    kinds = [KINDS_OF_LETTERS[letter] for letter in model.letters] or [*kinds_by_indexer(model), *kinds_by_keys(model)]
     if kinds:
         return tuple(at["first" if layer == 0 and "first" in at else kind] for layer, kind in enumerate(kinds))
     often, rare = KINDS_IN_TURN[model.family in LINEAR_FAMILIES]

@@ -22,7 +22,7 @@ def alike(model: ModelSpec, block: Parameters, norm: NormOf = rms_norm, names: t
     mixes = model.max_window_layers > 0 or (model.sliding_window is not None and model.family in GLOBAL_LAYERS)
     if mixes or model.family == "smollm3":
         return alternating(model, KINDS_IN_TURN[0], block, block)
-    return _around(model, (BlockRun("dense", model.num_hidden_layers, block),), names, norm)
+    return around(model, (BlockRun("dense", model.num_hidden_layers, block),), names, norm)
 
 
 def with_experts(
@@ -37,7 +37,7 @@ def with_experts(
         BlockRun("dense", n_dense, dense),
         BlockRun("moe", model.num_hidden_layers - n_dense, (*attention, *after)),
     )
-    return _around(model, tuple([run for run in runs if run.layers]))
+    return around(model, tuple([run for run in runs if run.layers]))
 
 
 def patterned(model: ModelSpec, of_kinds: Mapping[str, Parameters], names: tuple[str, str] = _NAMES) -> Layout:
@@ -45,14 +45,16 @@ def patterned(model: ModelSpec, of_kinds: Mapping[str, Parameters], names: tuple
     pattern = model.letters
     letters = sorted(set(pattern), key=pattern.rindex)
     kinds = [(KINDS_OF_LETTERS[letter], pattern.count(letter)) for letter in letters]
-    return _around(model, tuple([BlockRun(kind, layers, of_kinds[kind]) for kind, layers in kinds]), names)
+    return around(model, tuple([BlockRun(kind, layers, of_kinds[kind]) for kind, layers in kinds]), names)
 
 
-def _around(
-    model: ModelSpec, runs: tuple[BlockRun, ...], names: tuple[str, str] = _NAMES, norm: NormOf = rms_norm
+def around(
+    model: ModelSpec, runs: tuple[BlockRun, ...], names: tuple[str, str] = _NAMES, norm: NormOf = rms_norm,
+    before: Parameters = (),
 ) -> Layout:  # fmt: skip
+    """Return the layout of a model with these runs of blocks. ``before``: parameters before the blocks, beside the embedding."""
     embed, last = names
-    tables = embedding(embed, model.vocab_size, model.hidden_size)
+    tables = (*embedding(embed, model.vocab_size, model.hidden_size), *before)
     return whole(model, embeddings=tables, runs=runs, norm=norm(last, model.hidden_size), tied_to=f"{embed}.weight")
 
 
@@ -66,7 +68,7 @@ def alternating(model: ModelSpec, kinds: tuple[str, str], often: Parameters, rar
     n_rare = sum(full)
     both = BlockRun(many, model.num_hidden_layers - n_rare, often), BlockRun(few, n_rare, rare)
     ordered = both if full[-1] else both[::-1]
-    return _around(model, tuple(run for run in ordered if run.layers))
+    return around(model, tuple(run for run in ordered if run.layers))
 
 
 def attention_of(model: ModelSpec, *, bias: bool = False, output_bias: bool | None = None) -> Parameters:

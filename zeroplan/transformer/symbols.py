@@ -19,3 +19,6 @@ V_w = symbols("V_w")[0]
 T_g, X_r = symbols("T_g X_r")
 #: Tokens of the images to which layers attend, of all sequences and of one; gates and other single numbers are no symbol.
 T_x, s_x = symbols("T_x s_x")
+#: Widths of one layer's embedding of a token and of all layers', their number, and rows of their table; widths of the keys, and of
+#: a head, of the other kind of layers, with a window or without (Gemma 4 E2B and E4B).
+h_l, w_l, n_l, V_l, k_o, d_o = symbols("h_l w_l n_l V_l k_o d_o")

@@ -26,6 +26,8 @@ from zeroplan.workflow.preference import training
 from zeroplan.workflow.reference import Reference, bytes_of_a_logit, reference_of
 
 READ = "trl 1.16, trainer/distillation_trainer.py, _compute_loss"
+OF_SWIFT = ("jsd", "jsd and sft")
+"""How ms-swift compares all logits with the teacher's."""
 
 
 class Teacher(NamedTuple):
@@ -38,7 +40,10 @@ class Teacher(NamedTuple):
 
 
 def teacher_of(job: JobSpec, name: str | None) -> Teacher:
-    """Return the teacher for a student's job, in the student's dtype; raises SpecError for a different vocabulary. [bytes]"""
+    """Return the teacher for a student's job, in the student's dtype; raises SpecError for a different vocabulary. [bytes]
+
+    ms-swift has no copy of a teacher that is the model without its adapters (arguments/rlhf_args.py, _check_teacher).
+    """
     if name is None:
         raise SpecError("distill needs a teacher; add --teacher-model NAME (`zeroplan models` lists them)")
     teacher = find_model(name)
@@ -48,6 +53,9 @@ def teacher_of(job: JobSpec, name: str | None) -> Teacher:
             "TRL compares whole distributions, so choose two with the same"
         )
     recipe, mesh = job.recipe, job.mesh
+    if recipe.log_probs in OF_SWIFT and job.model.adapter is not None and teacher.name == job.model.name:
+        itself = replace(job, recipe=replace(recipe, log_probs="tiles"))
+        return Teacher(reference_of(itself, "teacher", made=(_logits(itself, "its"),)), (), 0)
     if recipe.engine != "deepspeed":
         recipe, mesh = replace(recipe, engine="ddp", zero_stage=0), MeshSpec()
     theirs = replace(job, model=teacher, recipe=recipe, mesh=mesh)

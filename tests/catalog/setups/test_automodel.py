@@ -500,7 +500,7 @@ CUT = {"_target_": "nemo_automodel.components.loss.linear_ce.FusedLinearCrossEnt
     ("more", "loss", "noted"),
     [
         ({}, "fused", False),
-        ({"cp_size": 2, "tp_size": 1}, "full", True),
+        ({"cp_size": 2, "tp_size": 1}, "fused", False),
         ({"pp_size": 2, "tp_size": 1}, "full", True),
         ({"pp_size": 2, "tp_size": 1, "pipeline": {"patch_causal_lm_model": False}}, "full", False),
     ],

@@ -206,3 +206,30 @@ def test_galore_is_that_of_the_trainer_unless_its_settings_differ(
     )
     assert resolve(Request(from_file=str(path), gpu="h100-sxm-80gb", gpus=1)).job.recipe.optimizer == optimizer
     assert read_setup(path, gpus=1).matters.keys() == noted
+
+
+@pytest.mark.parametrize(("teacher", "tuner", "copies"), [("4B", "lora", 0), ("4B", "full", 1), ("8B", "lora", 1)])
+def test_a_distilling_teacher_that_is_the_model_without_adapters_has_no_copy(
+    tmp_path: Path, teacher: str, tuner: str, copies: int
+) -> None:
+    """A plugin, which zeroplan does not read, may give it longer prompts."""
+    path = tmp_path / "train.sh"
+    said = f"--model Qwen/Qwen3-4B --teacher_model Qwen/Qwen3-{teacher} --tuner_type {tuner} --deepspeed zero0 --max_length 512"
+    path.write_text(f"NPROC_PER_NODE=8 swift rlhf --rlhf_type gkd --external_plugins plugin.py {said}\n", encoding="utf-8")
+    assert not read_setup(path, gpus=None).matters
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    answer = loop_of_file(found.job, found.loop)
+    assert len([line for line in answer.resident if line.reason.startswith("teacher: all weights")]) == copies
+
+
+@pytest.mark.parametrize(("kind", "parts", "noted"), [
+    ("dpo", ("rope", "liger-rms-norm", "liger-swiglu"), set()), ("kto", (), {"use_liger_kernel"})])  # fmt: skip
+def test_ligers_kernels_beside_dpos_own_loss(tmp_path: Path, kind: str, parts: tuple[str, ...], noted: set[str]) -> None:
+    """DPO's model gets no labels, and returns the logits (rlhf_trainers/dpo_trainer.py, concatenated_forward)."""
+    path = tmp_path / "train.sh"
+    said = "--model Qwen/Qwen3-4B --tuner_type full --deepspeed zero3 --use_liger_kernel true --rpo_alpha 0.1"
+    path.write_text(f"NPROC_PER_NODE=8 swift rlhf --rlhf_type {kind} {said}\n", encoding="utf-8")
+    found = resolve(Request(from_file=str(path), gpu="h100-sxm-80gb"))
+    assert (found.job.recipe.fused_parts, found.job.recipe.loss) == (parts, "full")
+    assert read_setup(path, gpus=None).matters.keys() == noted
+    assert loop_of_file(found.job, found.loop).phases

@@ -120,12 +120,12 @@ _DOWNGRADED = (
 
 
 def _auto_cut_loss(reading: Reading) -> None:
-    """Read Cut Cross-Entropy, which AutoModel replaces in some pipelines, and which is not modelled in others and in rings."""
+    """Read Cut Cross-Entropy, which AutoModel replaces in some pipelines, and which is not modelled in others."""
     table = reading.table
     keys = table.like("*pipeline.patch_causal_lm_model")
     if "pipeline_parallel" in reading.flags and any(table.switch(key) is False for key in keys):
         reading.notes.append(_DOWNGRADED)
-    elif {"pipeline_parallel", "context_parallel"} & reading.flags.keys():
+    elif "pipeline_parallel" in reading.flags:
         table.matters["loss_fn._target_"] = _AT_ONCE
         table.saves.add("loss_fn._target_")
     else:

@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.told import ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.told import LIGER, ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError
@@ -173,16 +173,26 @@ def _loop(reading: Reading, whole: Table) -> None:
     elif kind in _ODDS and reading.deepspeed is not None:
         del whole.matters["rlhf_type"]
         reading.notes.append(_READ_TWICE)
-    if kind is not None and "fused_kernels" in reading.flags:  # Liger has another loss for these
-        for flag in ("fused_kernels", "loss"):
-            reading.flags.pop(flag, None)
-        whole.unmodelled(saves="use_liger_kernel")
+    _liger(reading, whole, kind)
     _wide_logits(reading)
     if reading.loop or kind == "rm":
         for key in ("rlhf_type", "num_generations"):
             whole.matters.pop(key, None)
     if reference not in (None, whole.data.get("model")):
         whole.matters["ref_model"] = f"ref_model={reference}: a reference model of the trained model's own size is counted"
+
+
+def _liger(reading: Reading, whole: Table, kind: str | None) -> None:
+    """Read Liger's kernels beside a loss of the loop's own; in loops other than DPO's, Liger has another loss for it."""
+    if kind == "dpo" and whole.switch("use_liger_kernel"):
+        reading.flags.pop("loss", None)  # the model gets no labels, so that Liger's loss does not run (dpo_trainer.py)
+        reading.tell_liger(*LIGER, key="use_liger_kernel", loss=False)
+        whole.matters.pop("use_liger_kernel", None)
+        whole.saves.discard("use_liger_kernel")
+    elif kind is not None and "fused_kernels" in reading.flags:
+        for flag in ("fused_kernels", "loss"):
+            reading.flags.pop(flag, None)
+        whole.unmodelled(saves="use_liger_kernel")
 
 
 def _wide_logits(reading: Reading) -> None:
@@ -226,12 +236,13 @@ def _scored_by_a_teacher(reading: Reading, whole: Table) -> None:
 def _distils(reading: Reading, whole: Table) -> None:
     """Read GKD with a teacher on the GPUs, and completions from the data or from vLLM; the whole batch counts as scored.
 
+    A plugin may give the teacher longer prompts, which the same limit cuts (rlhf_trainers/gkd_helpers.py, encode_gkd_samples).
     The loss is counted in the compute dtype, which logits have with DeepSpeed (rlhf_trainers/gkd_trainer.py, gkd_loss.py).
     """
     teacher, vllm = whole.text("teacher_model"), bool(whole.switch("use_vllm"))
     generates = number_of(whole.get("lmbda"), 0.5) > 0
     same = str(whole.get("teacher_deepspeed") or "")[:5] in ("", str(whole.get("deepspeed") or "")[:5])
-    others = ("teacher_model_server", "external_plugins", "sequence_parallel_size")
+    others = ("teacher_model_server", "sequence_parallel_size")
     beyond = any(str(whole.get(key) or "0") not in ("0", "1", "0.0") for key in others)
     if teacher is None or reading.deepspeed is None or not same or beyond:
         return

@@ -13,7 +13,7 @@ from zeroplan.engines.ddp.reducer import Levels, made_above
 from zeroplan.engines.formulas import blocks_sum, product, times
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, step_temporary_lines
-from zeroplan.engines.passes import Passes, RunPass
+from zeroplan.engines.passes import Below, Passes, RunPass, moments_below
 from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
@@ -159,15 +159,13 @@ class Training(MicroBatch):
         reason = "this block's output, run again"
         return (Line(Kind.ACTIVATIONS, head.hidden_bytes, reason, head.hidden_formula, _REENTRANT),)
 
-    def below_blocks(self) -> list[tuple[str, Lines]]:
-        """Return the gradients of each table."""
-        found, made = list[tuple[str, Lines]](), 0
-        for name, elements in operators_below(self.whole):
-            made += elements
-            summed = has_tied_head(self.whole) and elements == embedding_elements(self.whole)
-            found.append(
-                (name, (*self._made(-1, made, elements, summed=summed), *self.tied_head(), *self._summed_wide(elements)))
-            )
+    def below_blocks(self) -> list[tuple[Below, Lines]]:
+        """Return each moment below the blocks with the gradients of each table."""
+        found = list[tuple[Below, Lines]]()
+        for point in moments_below(self.these, operators_below(self.whole)):
+            summed = has_tied_head(self.whole) and point.current == embedding_elements(self.whole)
+            made = self._made(-1, point.gradients, point.current, summed=summed)
+            found.append((point, (*made, *self.tied_head(), *self._summed_wide(point.current))))
         return found
 
     def _summed_wide(self, elements: int) -> Lines:

@@ -187,6 +187,8 @@ class Replay:
             head=notes.head,
             past_head=notes.past_head,
             backward=backward,
+            first=notes.first,
+            below=tuple(notes.below),
             embedding=notes.embedding,
             end=self.elements,
             sent_forward=self.sent[FORWARD].in_all,

@@ -54,6 +54,10 @@ class Gathered:
     """The most when a gradient of head or final norm is made, including their gathered parameters."""
     backward: tuple[tuple[Note, ...], ...]
     """Notes of each block, in the order of its gradients."""
+    first: int
+    """The most in the forward before the first block."""
+    below: tuple["Note", ...]
+    """Notes of the backward of each module before the first block."""
     embedding: int
     end: int
     """The most from the gather of the embedding for its backward on."""
@@ -90,7 +94,8 @@ class Taking:
         self.before_experts = [0] * n_blocks
         self.blocks: list[list[Noted]] = [[] for _ in range(n_blocks)]
         self.after_blocks: list[Noted] = []
-        self.head_gathering = self.head_forward = self.norm_forward = self.loss = self.embedding = 0
+        self.head_gathering = self.head_forward = self.norm_forward = self.loss = self.embedding = self.first = 0
+        self.below: list[Note] = []
 
     def in_forward(self, step: Step, gathering: int, during: int) -> None:
         """Note the most while a module's parameters are gathered, and the elements held while it runs."""
@@ -101,6 +106,8 @@ class Taking:
             if step.has_experts:
                 self.before_experts[step.block], gathering = max(self.forward[step.block], gathering), during
             self.forward[step.block] = max(self.forward[step.block], gathering)
+        else:
+            self.first = max(self.first, gathering)
 
     def in_backward(self, step: Step, note: Note) -> None:
         """Note the elements held around a module's backward."""
@@ -110,6 +117,7 @@ class Taking:
             self.blocks[step.block].append((step, note))
         else:
             self.embedding = max(self.embedding, note.gathering)
+            self.below += [note] if step.parameters else []
 
     @property
     def head(self) -> tuple[int, int, int]:

@@ -184,7 +184,13 @@ def _backward_of(whole: Row, parts: _Parts, recomputed: int, lowest: int) -> lis
     if lowest >= 0:
         return steps  # autograd does not track the embedding's output
     steps += [_begun(BACKWARD, _Module(""), -1)] * dropouts_of_embedding(whole.model)
-    return [*steps, *(_begun(BACKWARD, module, -1) for module in reversed(first))]
+    return [*steps, *(_below(module) for module in reversed(first))]
+
+
+def _below(module: _Module) -> Step:
+    """Return the backward of a module before the blocks. Its end is seen if its input has a gradient, as token ids have not."""
+    step = _begun(BACKWARD, module, -1)
+    return step._replace(frees=(_freed(module),)) if module.name.startswith("model.per_layer_") else step
 
 
 def _around_the_tower(
@@ -302,7 +308,7 @@ def _back(whole: Row, modules: tuple[_Module, ...], block: int, *, unnoticed: tu
 
 def _without_parameters(whole: Row) -> int:
     """Return the number of modules without parameters between the embedding and the first block."""
-    kinds = len({run.kind for run in layout(whole.model).runs})
+    kinds = len({run.kind for run in layout(whole.model).runs}) if whole.model.per_layer is None else 2
     return dropouts_of_embedding(whole.model) + rotary_calls(whole.model, kinds)
 
 
@@ -315,7 +321,8 @@ def _around(whole: Row) -> tuple[tuple[_Module, ...], _Module, _Module]:
     found = [_Module(name, tuple(places), (places[0], places[-1] + 1)) for name, places in named.items()]
     found = [module for module in found if not module.name.endswith(_UNUSED)]
     head = found.pop() if _of_head(whole) else found[0]
-    norm = found.pop()  # OPT's norm is registered before its blocks, after the embeddings
+    # OPT's norm is registered before its blocks, after the embeddings, and Gemma 4's before the embeddings of each layer
+    norm = found.pop(-1 if whole.model.per_layer is None else 1)
     return tuple(found), norm, head
 
 

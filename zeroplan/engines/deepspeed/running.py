@@ -177,11 +177,14 @@ def _handed_when(handed: tuple[HandedOn, ...], made: Int) -> Running:
 def _beyond_blocks(these: Passes, block: Int, made: Int) -> Running:
     """Return the live bytes outside the blocks, for columns; 0 inside the blocks."""
     head, nothing = these.head, Running(0, 0)
+    if head.handed_below:
+        below = _handed_when(head.handed_below, made)
+    else:
+        below = Running(0, where(made < these.below, head.hidden_bytes, 0))
     if head.handed:
-        below, above = _handed_when(head.handed_below, made), _handed_when(head.handed, made)
+        above = _handed_when(head.handed, made)
     else:
         after_head, after_norm = (total_bytes(_left_of_head(these, with_norm=with_norm)) for with_norm in (False, True))
-        below = Running(0, where(made < these.below, head.hidden_bytes, 0))
         above = Running(where(made == these.table, after_head, after_norm), head.hidden_bytes)
     return _either(block < 0, below, _either(block < these.n_blocks, nothing, above))
 

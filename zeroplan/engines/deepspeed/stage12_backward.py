@@ -17,7 +17,7 @@ from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gra
 from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
 from zeroplan.engines.formulas import product, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
-from zeroplan.engines.passes import Passes, RunPass, kept_bytes, shared_at
+from zeroplan.engines.passes import Below, Passes, RunPass, kept_bytes, moments_below, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
 from zeroplan.numeric import Int, maximum, minimum, where
@@ -183,13 +183,13 @@ class Training(MicroBatch):
             points = tuple([(point.gradients, point.current_gradient) for point in kind])
             yield from zip(kind, received_before(points, _sizes(self.whole, run.first)), strict=True)
 
-    def below_blocks(self) -> list[tuple[str, Lines]]:
-        """Return each operator's gradients, with those that have reached their weights."""
-        found, table, symbol = list[tuple[str, Lines]](), embedding_elements(self.whole), embedding_symbol(self.whole)
-        for count, (name, elements) in enumerate(operators_below(self.whole)):
-            held = held_lines(self.job, highest(self.courses, ("between", -1, count)).held)
+    def below_blocks(self) -> list[tuple[Below, Lines]]:
+        """Return each moment below the blocks with its gradients, and those that have reached their weights."""
+        found, table, symbol = list[tuple[Below, Lines]](), embedding_elements(self.whole), embedding_symbol(self.whole)
+        for point in moments_below(self.these, operators_below(self.whole)):
+            held, elements = held_lines(self.job, highest(self.courses, ("between", -1, point.operator)).held), point.current
             made = self.gradient(elements, "gradient of the embedding", symbol if elements and elements == table else "")
-            found.append((name, (*held, made, *self.tied_head())))
+            found.append((point, (*held, made, *self.tied_head())))
         return found
 
     def _during(self) -> None:

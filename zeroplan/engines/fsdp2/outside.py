@@ -119,7 +119,7 @@ def backward_of_the_projector(plan: Plan, trace: Trace) -> None:
 
 def shared_at_embedding(plan: Plan) -> tuple[Line, ...]:
     """Return the tables of all blocks that are alive in the embedding's backward."""
-    if plan.at_embedding is not None or plan.shared_sequences:
+    if plan.at_embedding is not None or plan.shared_sequences or plan.head.below:
         return plan.head.at_embedding
     return plan.head.shared if plan.head.below_blocks or plan.loss_in_loop else ()
 
@@ -134,13 +134,17 @@ def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
     if plan.at_embedding is not None:
         of_a_split_embedding(plan, plan.at_embedding, trace, plan.trained_root.numel + plan.tied_head_elements)
         return
-    made = plan.trained_root.numel + plan.tied_head_elements - plan.waiting_elements
+    above = plan.tied_head_elements - plan.waiting_elements
+    moments = [
+        (point.lines, plan.tail_elements + above + point.gradients, point.current_gradient) for point in plan.head.below
+    ] or [((flow,), plan.trained_root.numel + above, plan.embedding_elements)]
     trace.drop("waiting")
-    trace.at("backward of the embedding", Phase.BACKWARD)
-    trace.put("below", *plan.head.below_blocks)
-    parts = buffers.root_gradients(plan, made, plan.embedding_elements, waiting=plan.waiting_elements)
-    trace.put("root gradients", parts, *buffers.cast_early(plan))
-    trace.pass_by(flow)
+    for passing, made, current in moments:
+        trace.at("backward of the embedding", Phase.BACKWARD)
+        trace.put("below", *plan.head.below_blocks)
+        parts = buffers.root_gradients(plan, made, current, waiting=plan.waiting_elements)
+        trace.put("root gradients", parts, *buffers.cast_early(plan))
+        trace.pass_by(*passing)
     if plan.sums_tied:
         trace.at(SUM_OF_TIED, Phase.BACKWARD)
         trace.pass_by(_sum(plan))

@@ -266,8 +266,9 @@ class MicroBatch:
             yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
-        """Return the gradient that arrives at a block's end."""
-        return (buffers.flowing(self.plan, "gradient that flows into this block", position.layer),)
+        """Return the gradient that arrives at a block's end, and what layers above have left beside it."""
+        beside = self.plan.passes[position.run].arriving
+        return (buffers.flowing(self.plan, "gradient that flows into this block", position.layer), *beside)
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """Gather a block for its backward, and prefetch the one below."""
@@ -291,12 +292,13 @@ class MicroBatch:
         plan, trace, one = self.plan, self.trace, self.plan.passes[position.run]
         is_last = not position.layer and not plan.is_partly_frozen and self.ends is None
         if is_last:  # tensors that only blocks need are freed with the last block
-            trace.shrink("shared", *plan.head.at_embedding)
+            trace.shrink("shared", *plan.head.at_embedding, *plan.head.before)
         keeps_input = not is_last and plan.recomputes[position.run] != "none"
         trace.shrink("left", *plan.left_behind(position.before, self.left))
         trace.hold(
             "leaving",
             buffers.flowing(plan, "gradient that flows out of this block", position.layer),
+            *one.leaving,
             *(one.kept("full") if keeps_input else ()),
         )
         self.run.post_backward(unit)

@@ -6,7 +6,8 @@ Start with the file of your family; its docstring and program follow transformer
   ``mixtral.py``: Mixtral, Qwen3-MoE, OLMoE, MiniMax-M2. ``qwen3_next.py``: Qwen3-Next, Qwen3.5. ``glm4_moe.py``: GLM-4 MoE,
   dots.llm1, Solar Open, Hunyuan 3, K-EXAONE.
 - ``granitemoehybrid.py``: Granite 4. ``nemotron_h.py``, ``bamba.py``, ``falcon_h1.py``. All have Mamba-2, in ``state_space.py``.
-- ``gemma.py``: Gemma, Gemma 2 and 3. ``gemma4.py``: Gemma 4. ``olmo2.py``: OLMo 2 and 3, EXAONE 4. ``glm4.py``: GLM and GLM-4.
+- ``gemma.py``: Gemma, Gemma 2 and 3. ``gemma4.py``: Gemma 4, with ``per_layer.py`` and ``all_layers.py`` of its
+  small models. ``olmo2.py``: OLMo 2 and 3, EXAONE 4. ``glm4.py``: GLM and GLM-4.
 - ``minimax.py``: MiniMax-Text-01 and M1, with lightning attention.
 - ``kimi_linear.py``: Kimi Linear, whose recurrence is in ``kimi_delta.py``.
 - ``lfm2.py``: LFM2, dense and with experts. ``apertus.py``: Apertus. ``mllama.py``: layers of Llama 3.2 Vision.

@@ -17,7 +17,7 @@ from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
-from zeroplan.transformer.parameters import Layout
+from zeroplan.transformer.parameters import Layout, OwnKeys
 from zeroplan.transformer.symbols import d, d_4, r, s
 
 #: ``counted_as`` of models with a router.
@@ -185,6 +185,10 @@ class Block(NamedTuple):
     """The model makes a mask in numbers once, for all layers."""
     gated: bool = False
     """A learned number multiplies the output of each branch (Llama 3.2 Vision's tower)."""
+    own: OwnKeys | None = None
+    """Its keys, and what arrives from the layers above, in a model with embeddings of each layer."""
+    is_local: bool = False
+    """In such a model: attention has a window."""
     crosses: Literal["", "followed", "constant"] = ""
     """Keys and values come from images, whose tokens autograd follows or not."""
 

@@ -1,14 +1,15 @@
-"""Gemma 4, the text models without embeddings of each layer: five layers with a window, then one of full attention.
+"""Gemma 4: some layers with a window, then one of full attention.
 
-Layers with full attention have wider heads, fewer key/value heads, and one projection for keys and values. Values are
-normalised over each head, without a weight. A constant multiplies each layer's output in place. Experts, if any, read the
-residual stream in parallel with the MLP.
+Layers with full attention have wider heads, and in the larger models fewer key/value heads and one projection for keys and values.
+Values are normalised over each head, without a weight. A constant multiplies each layer's output in place. Experts, if any, read
+the residual stream in parallel with the MLP. E2B and E4B have embeddings of each layer, and their last layers share keys
+(``per_layer.py``).
 """
 
 from functools import partial
 
 from zeroplan.ledger import Module
-from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.model import ModelSpec, PerLayerSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
@@ -18,11 +19,12 @@ from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, 
 from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, picked, routed_experts
 from zeroplan.transformer.families.gemma import BEFORE, FOUR_NORMS
 from zeroplan.transformer.families.operators import Norm
+from zeroplan.transformer.families.per_layer import Sources, begin, shared_keys, slice_of, store_keys, with_embedding
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
-from zeroplan.transformer.families.tape import Arriving, P_own, Site, Store, Tape, Value
-from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
-from zeroplan.transformer.params_gated import alternating, attention_of, fused_experts, gated, head_norms, norms
-from zeroplan.transformer.params_modules import Parameters, linear
+from zeroplan.transformer.families.tape import Arriving, Operator, P_own, Site, Store, Tape, Value
+from zeroplan.transformer.parameters import KINDS_IN_TURN, BlockRun, Layout, Parameter, kinds_by_keys, own_keys
+from zeroplan.transformer.params_gated import alternating, around, attention_of, fused_experts, gated, head_norms, norms
+from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm
 from zeroplan.transformer.symbols import E, T, a, c, d, h, k, k_d, m, q, r, s, t, v
 
 GEMMA = "transformers 5.23, models/gemma4/modeling_gemma4.py"
@@ -35,9 +37,21 @@ _BARE = NORM._replace(kind="power, no weight")
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention. Queries, keys and values each keep one variable through projection, norm and rotation."""
-    bias = block.attention_bias
+    bias, before = block.attention_bias, tape.operators.copy()
     query = op.linear(tape, normal, q, Site("q projection", ATTENTION, Module.Q), bias=bias)
     query = _turned(tape, _normed(tape, query, "queries", NORM, Module.Q_NORM), "queries")
+    key, value = _keys(tape, normal, block, before)
+    context, weights = block.attend(tape, Heads(query, key, value, block.grouped, block.one_key))
+    made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O), reads=c, bias=block.output_bias)
+    tape.release(query, key, value, context)
+    return Attended(made, weights)
+
+
+def _keys(tape: Tape, normal: Value, block: Block, before: list[Operator]) -> tuple[Value, Value]:
+    """Return keys and values. ``before``: the operators that made the layer's normalised input."""
+    if block.own is not None and block.own.keys == "shared":
+        return shared_keys(tape, block, ATTENTION)
+    bias, at = block.attention_bias, len(tape.operators)
     bare = op.linear(tape, normal, k, Site("k projection", ATTENTION, Module.K), bias=bias)
     if block.keys_are_values:
         value = bare
@@ -46,10 +60,9 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
         value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
     key = _turned(tape, _normed(tape, bare, "keys", NORM, Module.K_NORM), "keys")
     value = _normed(tape, value, "values", _BARE, Module.NONE)
-    context, weights = block.attend(tape, Heads(query, key, value, block.grouped, block.one_key))
-    made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O), reads=c, bias=block.output_bias)
-    tape.release(query, key, value, context)
-    return Attended(made, weights)
+    if block.own is not None and block.own.keys == "stored":
+        store_keys(tape, block, (key, value), [*before, *tape.operators[at:]], ATTENTION)
+    return key, value
 
 
 def _normed(tape: Tape, bare: Value, name: str, norm: Norm, module: Module) -> Value:
@@ -68,8 +81,13 @@ def _turned(tape: Tape, bare: Value, name: str) -> Value:
 _LAYER = layer_of(f"{GEMMA}, Gemma4Text", NORM, _attention, gated_mlp)._replace(before=BEFORE, after=AFTER_ATTENTION_AND_MLP)
 
 
+_OWN = Sources(LAYER, f"{GEMMA}, Gemma4TextModel.forward", NORM)
+
+
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
+    own = None if block.own is None else slice_of(tape, begin(tape, block, _OWN.model), _OWN.model)
     bare = (_with_experts if block.routed else _LAYER.run)(tape, given, block)
+    bare = bare if own is None else with_embedding(tape, bare, own, block, _OWN)
     made = Value(bare.store, bare.dtype, bare.shape)
     backward = op.makes("gradient through the layer's number", LAYER, bare)
     tape.add("the layer's number", (made,), (), backward, of=(bare,), saves_weight=True)  # the number: a buffer, no activation
@@ -166,6 +184,8 @@ def _times_weight(tape: Tape, bare: Value) -> Value:
 
 
 def _tensors(model: ModelSpec) -> Layout:
+    if model.per_layer is not None:
+        return _with_own_embeddings(model, model.per_layer)
     return alternating(model, KINDS_IN_TURN[0], _block(model), _block(model.of_kind("global"), keys_are_values=True))
 
 
@@ -175,6 +195,28 @@ def _block(model: ModelSpec, *, keys_are_values: bool = False) -> Parameters:
     others = [one for one in attention if one not in queries and not (keys_are_values and ".v_proj." in one.name)]
     after = (*gated("mlp", model, model.intermediate_size), *norms(model, FOUR_NORMS), *_of_experts(model))
     return (*queries, *head_norms(model), *others, *after)
+
+
+def _with_own_embeddings(model: ModelSpec, own: PerLayerSpec) -> Layout:
+    every = model.num_hidden_layers * own.width
+    before = (
+        *embedding("model.embed_tokens_per_layer", own.vocab_size, every),
+        *linear("model.per_layer_model_projection", model.hidden_size, every),
+        *rms_norm("model.per_layer_projection_norm", own.width),
+    )
+    kinds = kinds_by_keys(model)
+    in_order = sorted(set(kinds), key=kinds[::-1].index, reverse=True)
+    runs = tuple([BlockRun(kind, kinds.count(kind), _own_block(model, own, kind)) for kind in in_order])
+    return around(model, runs, before=before)
+
+
+def _own_block(model: ModelSpec, own: PerLayerSpec, kind: str) -> Parameters:
+    of_kind, keys = model.of_kind(kind), own_keys(kind, shares=own.shared_layers > 0)
+    without = (".k_proj.", ".v_proj.", ".k_norm.") if keys.keys == "shared" else ()
+    plain = [one for one in _block(of_kind) if not any(part in one.name for part in without)]
+    gate = linear("per_layer_input_gate", model.hidden_size, own.width)
+    projection = linear("per_layer_projection", own.width, model.hidden_size)
+    return (*plain, *gate, *projection, *norms(model, ("post_per_layer_input_norm",)))
 
 
 def _of_experts(model: ModelSpec) -> Parameters:
@@ -200,7 +242,7 @@ def _tables(model: ModelSpec) -> Tables:
 _CONFIG = ConfigKeys(
     defaults={
         "max_position_embeddings": 131072, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "vocab_size": 262144, "tie_word_embeddings": True, "global_head_dim": 512,
+        "vocab_size": 262144, "tie_word_embeddings": True, "global_head_dim": 512, "vocab_size_per_layer_input": 262144,
     },
     fixed={"mlp_bias": False},
     required=("hidden_size", "intermediate_size", "num_hidden_layers", "global_key_value_heads", "sliding_window"),
@@ -208,22 +250,32 @@ _CONFIG = ConfigKeys(
         "global_key_value_heads": ("num_global_key_value_heads",), "num_experts_per_tok": ("top_k_experts", "num_experts_per_tok"),
     },
     activation="hidden_activation",
-    only={
-        "use_bidirectional_attention": ("vision",), "hidden_size_per_layer_input": (0,), "attention_k_eq_v": (True,),
-        "num_kv_shared_layers": (0,), "use_double_wide_mlp": (False,),
-    },
+    only={"use_bidirectional_attention": ("vision",)},
     not_null=("final_logit_softcapping",),
-    read=("num_global_key_value_heads", "global_head_dim", "enable_moe_block"),
+    read=(
+        "num_global_key_value_heads", "global_head_dim", "enable_moe_block", "hidden_size_per_layer_input", "attention_k_eq_v",
+        "num_kv_shared_layers", "use_double_wide_mlp", "vocab_size_per_layer_input",
+    ),
     harmless={
-        "of embeddings of each layer, which these models have not": ("vocab_size_per_layer_input",),
         "of experts, read where there are some": ("num_experts", "moe_intermediate_size", "expert_intermediate_size"),
     },
 )  # fmt: skip
 _MODULES = (
-    "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.v_proj",
-    "self_attn.k_norm", "self_attn.v_norm", "self_attn.o_proj", "post_attention_layernorm", "pre_feedforward_layernorm",
-    *gated_modules("mlp"), "post_feedforward_layernorm",
-)  # fmt: skip
+    "input_layernorm",
+    "self_attn",
+    "self_attn.q_proj",
+    "self_attn.q_norm",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.k_norm",
+    "self_attn.v_norm",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "pre_feedforward_layernorm",
+    *gated_modules("mlp"),
+    "post_feedforward_layernorm",
+)
+_OF_EMBEDDINGS = ("per_layer_input_gate", "act_fn", "per_layer_projection", "post_per_layer_input_norm")  # fmt: skip
 _OF_EXPERTS = (
     "post_feedforward_layernorm_1", "router", "router.norm", "router.proj", "pre_feedforward_layernorm_2", "experts",
     "experts.act_fn",
@@ -231,7 +283,7 @@ _OF_EXPERTS = (
 )  # fmt: skip
 FAMILIES = {
     "gemma4_text": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, (*_MODULES[:-1], *_OF_EXPERTS, _MODULES[-1]), tables=_tables,
-        around=Around(masks=2),
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, (*_MODULES, *_OF_EMBEDDINGS),
+        (*_MODULES[:-1], *_OF_EXPERTS, _MODULES[-1]), tables=_tables, around=Around(masks=2),
     )
 }  # fmt: skip

@@ -323,8 +323,17 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *
 
     The module casts its input to the weight's dtype; autocast then makes a copy of its own.
     """
-    elements = width * taps
     wide = cast(tape, value, r, Site(f"input of the {site.name}, in its weight's dtype", site.source))
+    with tape.owning():
+        given, made = _conv1d(tape, wide, width, taps, site, bias=bias)
+    (cut,) = slices(tape, made, (T * width,), Site(f"sequence in the {site.name}'s output", site.source))
+    tape.release(given, made)
+    return cut
+
+
+def _conv1d(tape: Tape, wide: Value, width: Size, taps: Size, site: Site, *, bias: bool) -> tuple[Value, Value]:
+    """Run ``nn.Conv1d``, and release ``wide``. Return the input that autograd saves, and the output."""
+    elements = width * taps
     frozen = tape.mode.weights_frozen
     casts = tape.autocast and not frozen
     biases = [_weight(tape, width, site, tracked=False, of="bias")] if casts and bias else []
@@ -347,9 +356,7 @@ def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *
 
     cast_of = None if weight is None else elements
     tape.add(site.name, (made,), (given.store,), backward, of=tape.with_weight(given), cast=cast_of, place=site.place)
-    (cut,) = slices(tape, made, (T * width,), Site(f"sequence in the {site.name}'s output", site.source))
-    tape.release(given, made)
-    return cut
+    return given, made
 
 
 Factor = tuple[Value, Saved]

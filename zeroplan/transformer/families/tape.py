@@ -310,6 +310,12 @@ class History:
         self.rerun_at = 0
         """Number of actions before the recomputation."""
         self.moments_before_rerun = 0
+        self.handed: tuple[Store, ...] = ()
+        """Tensors that layers above read too, and that a variable of the model's forward holds."""
+        self.beneath: tuple[Store, ...] = ()
+        """These, and what autograd saved to make them."""
+        self.leaving: tuple[Store, ...] = ()
+        """What is alive when the backward is done but for gradients of tensors that all layers read."""
         self.input_copies = list[Store]()
         """Copies of a block's inputs other than the residual stream, which the engine makes before any checkpoint."""
         self.in_nodes = list[Store]()
@@ -369,8 +375,7 @@ class Selected:
 
     def stores(self) -> tuple[Store, ...]:
         """Return the kept tensors."""
-        stores = (*self.products[::2], *self.kernel_outputs)
-        return tuple([one for store in stores for one in (store, store.twin) if one is not None])
+        return with_twins((*self.products[::2], *self.kernel_outputs))
 
 
 class OnDemand:
@@ -409,6 +414,14 @@ class Tape:
     """Tensors whose gradients from several operators stay apart until the backward ends, as in a compiled block."""
     held: list[Store]
     """What lives until the backward ends."""
+    of_others: set[Value]
+    """Tensors that other layers make, or read too."""
+    arriving: dict[Value, Store]
+    """Gradients that layers above have begun; those of the program's operators are added."""
+    left: list[Store]
+    """Other tensors that layers above have left in memory."""
+    lasting: set[int]
+    """The operators, by ``id``, whose weights' autocast copies outlive them."""
     rows: Size
     """The rows of the inputs of linear layers: the tokens, or those of images to which a layer attends."""
     summed_anew: set[Value]
@@ -458,6 +471,7 @@ class Tape:
         self.mode, self.half, self.module = Mode(), Half.WHOLE, Module.NONE
         self.untracked, self.summed_anew, self.deferred = set(), set(), []
         self.in_parts, self.held, self.rows = set(), [], T
+        self.arriving, self.left, self.of_others, self.lasting = {}, [], set(), set()
         self.alive: dict[Store, None] = {}
         self.saved: dict[Store, None] = {}
         self.operators: list[Operator] = []
@@ -562,7 +576,12 @@ class Tape:
         self.history.actions.append((Do.RELEASE, store))
 
     def split_by_batch(self, store: Store) -> None:
-        """Split a tensor in two: a single sequence's, which a product saves, and several sequences', which it copies."""
+        """Split a tensor in two: a single sequence's, which a product saves, and several sequences', which it copies.
+
+        Of a tensor of another layer only the copy counts.
+        """
+        if store not in self.alive:
+            return
         whole, holders = store.size, store.holds
         store.size = whole * at_least(0, 2 - b)
         store.twin = Store(store.kind, store.reason, whole * at_most(1, b - 1), store.source, store.tag)
@@ -793,17 +812,21 @@ class Tape:
             self.alive[incoming] = None
             if self.demand is not None:  # the compiler may move the products of weight gradients to the graph's end
                 self.hold_to_the_end(incoming)
-        waiting: dict[Value, Store] = {output: incoming}
+        self.drop(*with_twins(self.history.handed))
+        self.alive |= dict.fromkeys((*self.arriving.values(), *self.left))
+        waiting: dict[Value, Store] = {output: incoming, **self.arriving}
         for operator in reversed(self.operators):
             if operator.outputs and all(value in waiting for value in operator.outputs):
                 self._return_to(operator)
                 if (operator.saved or operator.saves_weight) and not self.history.waiting_at_rerun:
-                    self.history.waiting_at_rerun = tuple(dict.fromkeys(waiting.values()))
+                    self.history.waiting_at_rerun = (*dict.fromkeys(waiting.values()), *self.left)
                     self.history.rerun_at = len(self.history.actions)
                     # The next moment replaces the last one if nothing is freed.
                     self.history.moments_before_rerun = len(self.moments) - (not self.freed)
                 self._step(operator, waiting)
-        self.history.outgoing = next(iter(waiting.values()), None)
+        self.history.outgoing = next((store for value, store in waiting.items() if value not in self.of_others), None)
+        if self.of_others and not self.history.leaving:
+            self.history.leaving = tuple(self.alive)
         self.drop(*self.held)
 
     def _leave_the_kept(self, demand: OnDemand) -> None:
@@ -865,7 +888,7 @@ class Tape:
         # Engines look up the moment of the loss, so no later moment may replace it.
         self.freed = self.freed or bool(gradients.current) or operator.place.at is At.LOSS
         gradients.current[:] = gradients.waiting
-        if operator.cast is not None:
+        if operator.cast is not None and id(operator) not in self.lasting:
             self.freed = True
             self.casts.remove(operator.cast)
             self.history.actions.append((Do.UNCAST, operator.cast))
@@ -932,6 +955,11 @@ class Tape:
         before = tuple(self.alive)
         self.drop(*deferred.taken, *deferred.operator.saved)
         return beside, tuple([store for store in before if store not in self.alive])
+
+
+def with_twins(stores: tuple[Store, ...]) -> tuple[Store, ...]:
+    """Return the tensors, and the second parts of those that are split."""
+    return tuple([one for store in stores for one in (store, store.twin) if one is not None])
 
 
 def _with_twin(moment: Alive, store: Store) -> Alive:

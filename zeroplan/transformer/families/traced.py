@@ -23,9 +23,9 @@ from zeroplan.transformer.families.definition import Block, Chunks, Program, Tra
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
-from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value, with_twins
 from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
-from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, plain_kind
+from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, OwnKeys, own_keys, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
@@ -104,6 +104,12 @@ class Plan(NamedTuple):
     arrivals: tuple[PlacedArrival, ...] = ()
     away: Places = ()
     """Copies in host memory of the block's saved tensors."""
+    handed: Places = ()
+    """Tensors that layers above read too."""
+    arriving: Places = ()
+    """What layers above leave for the backward beside the residual stream's gradient."""
+    leaving: Places = ()
+    """The same when the backward is done."""
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is this very plan: caches keyed on plans must be fast."""
@@ -291,7 +297,7 @@ def structure_of(
         fused=tuple(one for one in compute.fused if one not in _ELSEWHERE and (one != LINEAR_KERNELS or kind in WITH_STATES)),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
-    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x), model, kind, x)
+    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x, compute), model, kind, x)
 
 
 def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
@@ -304,7 +310,7 @@ def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) ->
     return block._replace(family="mllama", crosses="followed" if followed else "constant")
 
 
-def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths, compute: Compute) -> Block:
     """Return the structure with that of its heads."""
     mla, unturned = model.mla, kind == "global" and TRAITS[model.family].unturned
     return block._replace(
@@ -315,13 +321,22 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
         head_norms=model.head_norms,
         unturned=not model.turned or unturned,
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
-        keys_are_values=kind == "global" and model.global_head_dim > 0,
+        keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
+        own=_own_keys(model, kind, compute),
+        is_local=kind.startswith("local"),
         padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
         borrows_keys=kind in (HANDED, SHARED),
         keys_kept_below=mla is not None and mla.index_every > 1 and kind in ("moe", SHARED),
         too_wide=mla is None and x.head_dim > WIDEST_OF_FLASH,
     )
+
+
+def _own_keys(model: ModelSpec, kind: str, compute: Compute) -> OwnKeys | None:
+    if model.per_layer is None:
+        return None
+    own = own_keys(kind, shares=model.per_layer.shared_layers > 0)
+    return own._replace(weights_too=compute.keeps_inputs and bool(own.left))
 
 
 def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
@@ -409,6 +424,9 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
             [HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)]
         ),
         before_experts=lines(yes.before_experts, no.before_experts),
+        named=lines(yes.named, no.named),
+        arriving=yes.arriving,
+        leaving=lines(yes.leaving, no.leaving),
     )
 
 
@@ -449,9 +467,32 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     )
     places, arrivals = index.of(tape.checkpoint_of(given.store)), index.arrivals(tape.gradients.arrivals)
     away = () if tape.host is None else index.of(tape.host.copies)
+    handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, away)
+    plan = Plan(
+        stores,
+        weights,
+        made,
+        points,
+        casts,
+        cached,
+        selective,
+        places,
+        source,
+        reruns,
+        arrivals,
+        away,
+        handed,
+        arriving,
+        leaving,
+    )
     return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
+
+
+def _beside_the_stream(tape: Tape) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
+    """Return what is alive before and after the backward beside the gradient of the residual stream."""
+    before = (*tape.arriving.values(), *tape.left)
+    return before, tuple([one for one in tape.history.leaving if one is not tape.history.outgoing])
 
 
 def _run_backward(
@@ -489,7 +530,8 @@ def forwards(
 
     def forward(*, keeping: bool) -> Forward:
         tape = run(keeping)
-        return index.forward(tape, (*tape.checkpoint_of(given), *(tape.selected.stores() if keeping else ())), dtypes)
+        kept = (*tape.checkpoint_of(given), *with_twins(tape.history.handed), *(tape.selected.stores() if keeping else ()))
+        return index.forward(tape, kept, dtypes)
 
     return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}
 
@@ -734,11 +776,11 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     before_experts = plan.forwards[recompute].before_experts
-    away = sizes.lines(plan.away)
+    away, handed = sizes.lines(plan.away), sizes.lines(plan.handed)
     return BlockPass(
         without_input(saved) if away else saved,
-        given,
-        (*given, *sizes.lines(plan.selective)),
+        (*given, *handed),
+        (*given, *handed, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),
         () if recompute == "none" else top(sizes, recompute, autocast=autocast),
         sizes.points(recompute),
@@ -747,6 +789,9 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         away=away,
         handed=sizes.handed(recompute),
         before_experts=sizes.lines(before_experts),
+        named=() if recompute != "none" else sizes.lines(tuple([one for one in plan.handed if one not in plan.saved])),
+        arriving=sizes.lines(plan.arriving),
+        leaving=sizes.lines(plan.leaving),
     )
 
 

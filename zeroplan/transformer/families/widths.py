@@ -116,7 +116,7 @@ def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
     """
     if x.attention == "sdpa" and (model.family in MASKS_ALL or x.padded or x.release.masks_all or masks_images(model)):
         return True
-    if x.attention != "sdpa" or model.sliding_window is None or kind == "global":
+    if x.attention != "sdpa" or model.sliding_window is None or kind.startswith("global"):
         return False
     beyond = x.seq_len >= model.sliding_window
     return beyond if isinstance(beyond, bool) or (beyond.any() and not beyond.all()) else bool(beyond.all())
@@ -226,6 +226,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
         **quantities(x, model.intermediate_size, model.moe, model.mla, model.linear),
         "V": model.head_rows or model.vocab_size,
         **image_states(model, x),
+        **of_each_layer(model),
     }
     if ranks == 1:
         return values
@@ -239,6 +240,16 @@ def image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
         return {}
     each = model.vision.images * model.vision.image_states
     return {"T_x": x.micro_batch * each, "s_x": each}
+
+
+def of_each_layer(model: ModelSpec) -> dict[str, int]:
+    """Return the widths of each layer's embeddings, and of the keys of the other kind of layers than this model's."""
+    own = model.per_layer
+    if own is None:
+        return {}
+    layers, others = model.num_hidden_layers, model.global_key_value_heads * model.global_head_dim
+    widths = {"h_l": own.width, "w_l": layers * own.width, "k_o": others, "d_o": model.global_head_dim}
+    return {**widths, "n_l": layers, "V_l": own.vocab_size}
 
 
 def pairs_that_come(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:

@@ -28,7 +28,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import ROUNDING, Attention, RecipeSpec
-from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
+from zeroplan.transformer.parameters import HANDED, SHARED, full_layers, kinds_by_indexer
 from zeroplan.transformer.vision import adapted_in_tower
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import checkpoint_options
@@ -97,9 +97,12 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "gemma4_text":
-        made |= {"num_global_key_value_heads": spec.global_key_value_heads, "global_head_dim": spec.global_head_dim}
-        made |= {"attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0}
-        made |= {"enable_moe_block": spec.moe is not None}
+        made |= {
+            "global_head_dim": spec.global_head_dim,
+            "final_logit_softcapping": 30.0,
+            "enable_moe_block": spec.moe is not None,
+        }
+        made |= _of_each_layer(spec)
     if spec.family == "opt":
         made["word_embed_proj_dim"] = spec.hidden_size
     if spec.family in ("glm4_moe_lite", "hy_v3") and spec.moe is not None:
@@ -108,6 +111,21 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
     if TRAITS[spec.family].head_norms is None:
         made["use_qk_norm"] = spec.use_qk_norm
     return made
+
+
+def _of_each_layer(spec: ModelSpec) -> dict[str, object]:
+    """Keys of Gemma 4's embeddings of each layer and of its layers that share keys, or of its keys that are values."""
+    own = spec.per_layer
+    if own is None:
+        keys_are_values = {"num_global_key_value_heads": spec.global_key_value_heads, "attention_k_eq_v": True}
+        return {**keys_are_values, "hidden_size_per_layer_input": 0}
+    return {
+        "hidden_size_per_layer_input": own.width,
+        "vocab_size_per_layer_input": own.vocab_size,
+        "num_kv_shared_layers": own.shared_layers,
+        "use_double_wide_mlp": own.wide_mlp,
+        "layer_types": ["full_attention" if full else "sliding_attention" for full in full_layers(spec)],
+    }
 
 
 def _linear(spec: ModelSpec) -> dict[str, object]:

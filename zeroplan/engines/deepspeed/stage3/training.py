@@ -5,6 +5,7 @@ For each kind of block it writes the last one, and earlier ones with more gather
 
 from functools import lru_cache
 
+from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.deepspeed.adapted import highest_places
 from zeroplan.engines.deepspeed.buckets import unreduced_elements
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
@@ -21,6 +22,7 @@ from zeroplan.engines.passes import (
     flowing_at_embedding,
     kept_before,
     kept_by_all,
+    operators_of,
     shared_at,
 )
 from zeroplan.engines.rows import embedding_elements, embedding_symbol, has_tied_head
@@ -79,6 +81,9 @@ class Training:
     def forward(self) -> None:
         """Run blocks, final norm, head and loss."""
         trace, these, head, held, phase = self.trace, self.these, self.these.head, self.gathered, Phase.FORWARD
+        if head.below:
+            trace.hold("shared", *head.at_embedding)
+            self._at("forward before the blocks", phase, held.first, head.looked_up)
         trace.hold("shared", *head.shared)
         trace.hold("by name", *head.forward, *head.first_input)
         for run in these.runs:
@@ -230,6 +235,11 @@ class Training:
         embedding = gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
         waits = () if job.recipe.deepspeed.contiguous_gradients else self._waiting(-1, _NOWHERE)
         gradients, stay, end = (*waits, embedding, *self.tied), staying_lines(job, -1, -1), self.gathered.end
+        for operator, point in operators_of(self.these, operators_below(job.whole)) if head.below else ():
+            note = self.gathered.below[operator]
+            beside = (*self._waiting(-1, point), *self.tied, *stay)
+            held = note.during if point.current_gradient else note.gathering
+            self._at(f"backward before the blocks: {point.name}", phase, held, point.lines, beside)
         self._at("embedding gathered for its backward", phase, self.gathered.embedding, flowing, (*waits, *self.tied))
         self._at("backward of the embedding", phase, end, flowing, (*gradients, *stay))
         if job.recipe.keeps_gathered_linears and has_tied_head(job.whole):

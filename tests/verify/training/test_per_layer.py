@@ -1,0 +1,90 @@
+"""Simulated steps of a Gemma 4 with embeddings of each layer and shared keys take what is estimated, under every engine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from tests.deepspeed_process import asked
+from tests.simulated import simulate
+from tests.transformer.tiny_configs import tiny_config
+from zeroplan.catalog.config import model_from_config
+from zeroplan.comparison import compare_with_estimate
+from zeroplan.measurement import Measurement
+from zeroplan.spec.base import read
+from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.job import JobSpec
+from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+
+pytestmark = pytest.mark.torch
+
+BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
+
+
+def few_rows() -> ModelSpec:
+    """The blocks' backward is the peak."""
+    spec = model_from_config(tiny_config("gemma4_text, embeddings of each layer, shared keys"))
+    return replace(spec, hidden_size=64, intermediate_size=128, vocab_size=16)
+
+
+def wide_table() -> ModelSpec:
+    """The peak is the gradient of the table of all layers."""
+    spec = few_rows()
+    assert spec.per_layer is not None
+    return replace(spec, vocab_size=64, per_layer=replace(spec.per_layer, vocab_size=4000, width=32))
+
+
+def job(model: ModelSpec, engine: str, stage: int, **fields: object) -> JobSpec:
+    recipe = RecipeSpec(engine=engine, zero_stage=stage, **fields)  # type: ignore[arg-type]  # of the cases below
+    return JobSpec(model=model, mesh=MeshSpec(dp_shard=4), batch=BATCH, recipe=recipe)
+
+
+TIGHT = DeepSpeedOptions(
+    reduce_bucket_size=20_000, stage3_prefetch_bucket_size=5_000, stage3_param_persistence_threshold=100,
+    stage3_max_live_parameters=60_000, stage3_max_reuse_distance=60_000,
+)  # fmt: skip
+STREAMED = DeepSpeedOptions(
+    reduce_bucket_size=200_000, stage3_prefetch_bucket_size=0, stage3_param_persistence_threshold=0,
+    stage3_max_live_parameters=0, stage3_max_reuse_distance=0,
+)  # fmt: skip
+SIMULATED = {
+    "DDP": job(few_rows(), "ddp", 0, precision="bf16-mixed"),
+    "DDP, recomputed": job(few_rows(), "ddp", 0, precision="bf16-mixed", recompute="full"),
+    "DDP, a wide table": job(wide_table(), "ddp", 0, precision="bf16", recompute="full", optimizer="sgd"),
+    "DDP, fp32, eager": job(few_rows(), "ddp", 0, precision="fp32", attention="eager"),
+    "FSDP2, a wide table": job(wide_table(), "fsdp2", 3, precision="bf16-mixed", recompute="full"),
+    "FSDP2, selective": job(few_rows(), "fsdp2", 3, precision="bf16-mixed", recompute="selective"),
+    "FSDP2, stage 2, eager": job(few_rows(), "fsdp2", 2, precision="bf16", recompute="full", attention="eager"),
+}
+DEEPSPEED = {
+    "stage 1": job(few_rows(), "deepspeed", 1, precision="bf16"),
+    "stage 2, a wide table": job(wide_table(), "deepspeed", 2, precision="bf16", recompute="full", deepspeed=TIGHT),
+    "stage 3": job(few_rows(), "deepspeed", 3, precision="bf16", deepspeed=TIGHT),
+    "stage 3, recomputed": job(few_rows(), "deepspeed", 3, precision="bf16", recompute="full", deepspeed=TIGHT),
+    "stage 3, a wide table": job(wide_table(), "deepspeed", 3, precision="bf16", recompute="full", deepspeed=STREAMED),
+}
+
+
+def assert_agrees(measured: Measurement) -> None:
+    """The estimate leaves out buffers, and the token ids of two batches."""
+    found = compare_with_estimate(measured)
+    assert abs(found.peak.error) < 0.001, found
+    assert abs(found.held.error) < 0.001, found
+
+
+@pytest.mark.parametrize("name", SIMULATED)
+def test_a_step_takes_what_is_estimated(name: str) -> None:
+    assert_agrees(simulate(SIMULATED[name]))
+
+
+@pytest.mark.deepspeed
+@pytest.mark.parametrize("name", DEEPSPEED)
+def test_a_step_under_deepspeed_takes_what_is_estimated(name: str) -> None:
+    (told,) = asked([{"job": asdict(DEEPSPEED[name]), "rank": 0, "ask": "simulated"}])
+    assert_agrees(read(Measurement, told, where="record"))
