@@ -175,6 +175,22 @@ def for_each_value(function: Callable[[int], int], values: Int) -> Int:
     return cast("Int", np.array([function(value) for value in found.values], dtype=np.int64)[found.positions])
 
 
+def for_each_row(function: Callable[..., Sequence[Int]], *values: Int) -> tuple[Int, ...]:
+    """Return the several results of a function of ints for each row of ``values``; it runs once per distinct row of columns.
+
+    >>> for_each_row(lambda a, b: (a + b, a * b), 3, 4)
+    (7, 12)
+    """
+    if all(isinstance(value, int) for value in values):
+        return tuple(function(*values))
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+    columns = np.stack(np.broadcast_arrays(*values), axis=-1)
+    rows, positions = np.unique(columns.reshape(-1, len(values)), axis=0, return_inverse=True)
+    found = np.array([function(*row) for row in rows.tolist()], dtype=np.int64)
+    return tuple(one[positions.reshape(columns.shape[:-1])] for one in found.T)
+
+
 class Distinct(NamedTuple):
     """The distinct elements of a column, and the index of each element among them. A plain number is its only element."""
 

@@ -225,8 +225,8 @@ class StepReplay:
 
         ``sizes`` replaces the sizes of all requests.
         """
-        requests, chunks, unrecorded = self.log.requests, dict[int, Chunk](), self._unrecorded
-        sizes = sizes or [one.n_bytes for one in requests]
+        chunks, unrecorded, waits = dict[int, Chunk](), self._unrecorded, self.log.waits
+        sizes, streams = sizes or [one.n_bytes for one in self.log.requests], [one.stream for one in self.log.requests]
         marked = frozenset[int]() if keeps_up else self.log.marked
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
         early, late = (self._products, ()) if self.log.starts == "recorded" else ((), self._products)
@@ -235,19 +235,20 @@ class StepReplay:
             for at, deed in enumerate(self.log.deeds):
                 if at in early:
                     card.request(self._workspace_bytes)
-                if at in self.log.waits:
-                    card.reached(self.log.waits[at])
-                if (deed if deed >= 0 else -1 - deed) in unrecorded:
+                if at in waits:
+                    card.reached(waits[at])
+                if unrecorded and (deed if deed >= 0 else -1 - deed) in unrecorded:
                     continue
                 if deed < 0:
                     card.release(chunks.pop(-1 - deed), once_at=at if -1 - deed in marked else None)
                     continue
                 before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-                chunks[deed] = card.request(sizes[deed], requests[deed].stream)
+                chunks[deed] = card.request(sizes[deed], streams[deed])
                 if at in late:
                     card.request(self._workspace_bytes)
                 unusable = free if card.reserved_bytes > before else unusable
-                highest = max(highest, card.allocated_bytes) if at >= last else 0
+                if at >= last and card.allocated_bytes > highest:
+                    highest = card.allocated_bytes
         except CardFullError:
             raise _FullAtError(at) from None
         return Replayed(highest, card.highest_bytes, unusable)

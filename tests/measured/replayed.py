@@ -1,7 +1,7 @@
 """Derives the errors of replayed predictions: ``python -m tests.measured.replayed`` from the repository's root.
 
-Writes the figures of :mod:`zeroplan.engines.replayed_shares` from the records, in a few minutes. ``--show`` prints the errors.
-Needs no torch.
+Writes the figures of :mod:`zeroplan.engines.replayed_shares` and :mod:`tests.measured.replayed_shares` from the records, in a few
+minutes. ``--show`` prints the errors. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from tests.measured import stored
+from tests.measured import replayed_shares, stored
+from tests.measured.replayed_shares import Held
 from tests.on_gpus import gpu_records
-from zeroplan.engines import replayed_shares
-from zeroplan.engines.replayed_shares import Beyond, Held
+from zeroplan.engines import replayed_shares as of_package
+from zeroplan.engines.replayed_shares import Beyond
 from zeroplan.engines.requests import not_written
 from zeroplan.replay import StepReplay
 from zeroplan.spec.hardware import SETTINGS
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.hardware import AllocatorSettings
     from zeroplan.spec.job import JobSpec
 
-_FILE = Path(replayed_shares.__file__)
+_FILES = Path(replayed_shares.__file__), Path(of_package.__file__)
 _TABLE = re.compile(r"(?<=# derived: python -m tests\.measured\.replayed\n).*?(?=    # end)", re.DOTALL)
 _NEAR = 0.02
 _BELOW, _ABOVE = 20, 100
@@ -136,8 +137,9 @@ def main() -> None:
             f"    low={of_gpus.low},\n    high={of_gpus.high},\n",
         )
     )
-    _FILE.write_text(_TABLE.sub(lambda _: next(tables), _FILE.read_text(encoding="utf-8")), encoding="utf-8")
-    print(f"written to {_FILE}; run `ruff format`")
+    for file in _FILES:
+        file.write_text(_TABLE.sub(lambda _: next(tables), file.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"written to {file}; run `ruff format`")
 
 
 def show() -> None:

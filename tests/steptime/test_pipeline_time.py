@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.engines.pipeline.halves_order import zero_bubble
-from zeroplan.engines.pipeline.order import Action, interleaved
+from zeroplan.engines.pipeline.order import Action, interleaved, zero_bubble
 from zeroplan.engines.pipeline.schedule import Place, order_of
 from zeroplan.estimator import account_of, estimate
 from zeroplan.resolve import job

@@ -97,9 +97,10 @@ class Counts:
     def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
         """Request memory, if any. A second request under a key adds to it."""
         if n_bytes:
-            self._hold(key, n_bytes)
+            self.hold(key, n_bytes)
 
-    def _hold(self, key: Hashable, n_bytes: int) -> None:
+    def hold(self, key: Hashable, n_bytes: int) -> None:
+        """Hold memory, and add it to what is under the key."""
         self.alive[key] = self.alive.get(key, 0) + n_bytes
         self.n_bytes += n_bytes
         if isinstance(key, int):
@@ -117,7 +118,7 @@ class Counts:
         """Move everything under a key to another key, and add it there."""
         n_bytes = self.alive[key]
         self.release(key)
-        self._hold(new, n_bytes)
+        self.hold(new, n_bytes)
 
     def has(self, key: Hashable) -> bool:
         """Whether anything is alive under a key."""

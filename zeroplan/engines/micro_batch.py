@@ -11,7 +11,6 @@ from zeroplan.engines.passes import Below, Passes, RunPass, checkpoint_beside, k
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Phase
-from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -98,10 +97,8 @@ class MicroBatch(ABC):
         trace.at("forward of the loss", Phase.LOSS, of_forward=True)
         trace.pass_by(*head.saved, *head.loss_forward, *self.copied_in_forward(these.n_blocks + 1))
 
-    def kept_before(self, block: Int) -> Lines:
+    def kept_before(self, block: int) -> Lines:
         """Return what the blocks before one keep; cached, since many points need it."""
-        if not isinstance(block, int):
-            return kept_before(self.these, block)
         if block not in self._kept_before:
             self._kept_before[block] = kept_before(self.these, block)
         return self._kept_before[block]

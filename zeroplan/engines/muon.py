@@ -5,14 +5,12 @@ and traffic. Replicas take part: DTensor also shares the work among them. Source
 ``_zeropower_via_newtonschulz``.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from zeroplan.engines.dtensor import Deed, Held, Matrix, Place, Tape
-from zeroplan.engines.formulas import times
-from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, for_each_row, maximum
 
 if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
@@ -27,29 +25,21 @@ def updated_by_muon(tensor: "LocalTensor") -> bool:
     return tensor.in_block and len(tensor.shape) == 2
 
 
-def state_lines(momentum: Int, others: Int, element_bytes: int) -> tuple[Line, Line]:
-    """Return Muon's momentum for ``momentum`` elements, and AdamW's states for the ``others``. [bytes]"""
-    source = "torch 2.13, torch/optim/_muon.py, _init_group"
-    what, rest = "Muon's momentum of the blocks' matrices", "AdamW's momentum and variance of all other tensors"
-    adamw, both = "torch 2.13, torch/optim", 2 * element_bytes
-    return (
-        Line(Kind.OPTIMIZER_STATE, element_bytes * momentum, what, times(element_bytes, "U_m"), source),
-        Line(Kind.OPTIMIZER_STATE, both * others, rest, times(both, "U_o"), adamw),
-    )
+def highest_of(tensors: Sequence["LocalTensor"], width: int) -> Int:
+    """Return the larger of Muon's step on one matrix and AdamW's foreach step on all other tensors. [bytes]"""
+    others: Int = 0
+    for tensor in tensors:
+        others = others + tensor.repeat * tensor.numel * (not updated_by_muon(tensor))
+    return maximum(width * others, *(for_ranks(tensor, width, highest) for tensor in filter(updated_by_muon, tensors)))
 
 
 def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, ...]], int]) -> Int:
     """Apply ``measure`` to the step of one matrix, for every number of ranks and replicas that share it and every size."""
 
-    def at(rows: int, columns: int, ranks: int, replicas: int) -> int:
-        return measure(newton_schulz(int(rows), int(columns), _mesh(replicas, ranks), width))
+    def at(rows: int, columns: int, ranks: int, replicas: int) -> tuple[int]:
+        return (measure(newton_schulz(rows, columns, _mesh(replicas, ranks), width)),)
 
-    sizes = (*_shape(tensor), tensor.ranks, tensor.replicas)
-    if all(isinstance(one, int) for one in sizes):
-        return at(*cast("tuple[int, int, int, int]", sizes))
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
-    return cast("Int", np.vectorize(at, otypes=[np.int64])(*sizes))
+    return for_each_row(at, *_shape(tensor), tensor.ranks, tensor.replicas)[0]
 
 
 def _shape(tensor: "LocalTensor") -> tuple[Int, Int]:

@@ -8,14 +8,24 @@ A sum over tensors that no symbol of the model expresses gets a symbol of its ow
 the counts from the lines.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple, get_args
 
 from zeroplan.engines import muon, shampoo
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import times
 from zeroplan.engines.muon import updated_by_muon
-from zeroplan.engines.published_optimizers import PUBLISHED, Published
+from zeroplan.engines.published_optimizers import (
+    DENOMINATORS,
+    PUBLISHED,
+    TORCH,
+    Held,
+    Needs,
+    beside_matrices,
+    elements,
+    of_matrices,
+    of_vectors,
+)
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, maximum, where
@@ -61,55 +71,89 @@ def whole_tensors(tree: Layout) -> tuple[LocalTensor, ...]:
     )
 
 
-class Steps(NamedTuple):
-    """An optimizer's implementations on CUDA, its states, and the temporaries of its steps."""
+def _factors(tensor: LocalTensor) -> Int:
+    """Return the elements of Adafactor's two variance factors: without the last dimension, and without the second last."""
+    if len(tensor.shape) < 2:
+        return 0
+    *leading, rows, columns = tensor.shape
+    return LocalTensor(tuple(leading)).numel * (rows + columns)
 
-    implementations: tuple[OptimizerImpl, ...]
-    """The default first (``_default_to_fused_or_foreach`` prefers foreach)."""
-    states: tuple[str, ...] = ()
-    """States with one element per parameter, in the parameter's dtype."""
-    foreach: tuple[int, str] = (0, "")
-    """Copies of all updated elements that one foreach step holds at the same time, and what they are."""
-    forloop: tuple[int, int] = (0, 0)
-    """Copies of the previous tensor, whose last temporary a variable still holds, and of the current one."""
+
+def _adafactors_step(tensors: Sequence[LocalTensor], element_bytes: int) -> Int:
+    """Return the largest temporaries of one tensor's update. [bytes]
+
+    Alive together: the variance estimates of this tensor and of the previous one, this tensor's means or square, and the means
+    of the last matrix or the square of the last vector, which variables still hold.
+    """
+    largest: Int = 0
+    means: Int = 0
+    square: Int = 0
+    for previous, tensor in _in_turn(tensors):
+        if len(tensor.shape) > 1:
+            means = _factors(tensor)
+        else:
+            square = tensor.numel
+        largest = maximum(largest, previous + tensor.numel + means + square)
+    return element_bytes * largest
 
 
 _EVERY: tuple[OptimizerImpl, ...] = ("foreach", "fused", "forloop")
-_DENOMINATORS = 1, "foreach step: denominators of all updates at once"
+_BOTH: tuple[OptimizerImpl, ...] = ("foreach", "forloop")
 _AND_SCALED = 2, "foreach step: denominators and scaled gradients of all updates at once"
-_STEPS: dict[Optimizer, Steps] = {
-    "adamw": Steps(_EVERY, ("momentum", "variance"), _DENOMINATORS, (1, 2)),
-    "adam": Steps(_EVERY, ("momentum", "variance"), _DENOMINATORS, (1, 2)),
-    "sgd": Steps(_EVERY),
-    "sgd-momentum": Steps(_EVERY, ("momentum",)),
-    "adagrad": Steps(_EVERY, ("sum of squares",), _AND_SCALED, (1, 1)),
-    "rmsprop": Steps(("foreach", "forloop"), ("mean square",), _DENOMINATORS, (1, 1)),
-    "adafactor": Steps(("forloop", "foreach"), (), (1, "foreach step: variance estimates of all updates at once")),
-    "lion": Steps(("forloop",), ("momentum",), (0, ""), (1, 3)),
-    "muon": Steps(("forloop",)),
-    "schedule-free-adamw": Steps(("foreach", "forloop"), (), _DENOMINATORS, (1, 1)),
-    "schedule-free-sgd": Steps(("foreach", "forloop")),
-}
+_ADAFACTOR = "torch 2.13, torch/optim/_adafactor.py"
 
 
-#: Packages whose steps are kernels that write in place.
-_IN_KERNELS = ("bitsandbytes", "Transformer Engine", "flashoptim", "torch-optimi")
+def _torchs(
+    implementations: tuple[OptimizerImpl, ...], states: tuple[str, ...] = (), foreach: tuple[int, str] = (0, ""),
+    forloop: tuple[int, int] = (0, 0),
+) -> Needs:  # fmt: skip
+    """Return an optimizer of torch whose states have one element per parameter."""
+    held = tuple(Held(state, "U", elements) for state in states)
+    return Needs(held, TORCH, implementations=implementations, foreach=foreach, forloop=forloop)
 
 
-def _implementations(optimizer: Optimizer) -> tuple[OptimizerImpl, ...]:
-    if optimizer in _STEPS:
-        return _STEPS[optimizer].implementations
-    return ("fused",) if PUBLISHED[optimizer].source.startswith(_IN_KERNELS) else ("forloop",)
+_STEPS: dict[Optimizer, Needs] = {
+    "adamw": _torchs(_EVERY, ("momentum", "variance"), DENOMINATORS, (1, 2)),
+    "adam": _torchs(_EVERY, ("momentum", "variance"), DENOMINATORS, (1, 2)),
+    "sgd": _torchs(_EVERY),
+    "sgd-momentum": _torchs(_EVERY, ("momentum",)),
+    "adagrad": _torchs(_EVERY, ("sum of squares",), _AND_SCALED, (1, 1)),
+    "rmsprop": _torchs(_BOTH, ("mean square",), DENOMINATORS, (1, 1)),
+    "adafactor": Needs(
+        (
+            Held("row and column factors of the matrices' variance", "U_f", _factors),
+            Held("variance of the vectors", "U_v", of_vectors),
+        ),
+        f"{_ADAFACTOR}, _init_group and _multi_tensor_adafactor", scratch_source=f"{_ADAFACTOR}, _single_tensor_adafactor",
+        together=_adafactors_step,
+        reason="for-loop step: variance estimates of two tensors in turn", implementations=("forloop", "foreach"),
+        foreach=(1, "foreach step: variance estimates of all updates at once"),
+    ),
+    "lion": _torchs(("forloop",), ("momentum",), forloop=(1, 3)),
+    "muon": Needs(
+        (
+            Held("Muon's momentum of the blocks' matrices", "U_m", of_matrices),
+            Held("AdamW's momentum and variance of all other tensors", "U_o", beside_matrices, alike=2),
+        ),
+        "torch 2.13, torch/optim/_muon.py and adam.py, _init_group", scratch_source=muon.SOURCE, together=muon.highest_of,
+        reason="step: Newton-Schulz iterates of one matrix, or AdamW's denominators",
+    ),
+}  # fmt: skip
+"""torch's optimizers. Lion is the implementation published with its paper."""
+
+
+def needs_of(optimizer: Optimizer) -> Needs:
+    """Return what an optimizer keeps and what its step allocates."""
+    return PUBLISHED[optimizer] if optimizer in PUBLISHED else _STEPS[optimizer]
 
 
 #: Implementations that each optimizer has on CUDA, the default first.
-IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {one: _implementations(one) for one in get_args(Optimizer)}
+IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
+    one: needs_of(one).implementations for one in get_args(Optimizer)
+}
 
 #: Optimizers whose fused kernel keeps its step counters on the GPU.
 _STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
-
-_SOURCE = "torch 2.13, torch/optim"
-
 
 #: Meaning of this module's counts, if the caller passes no symbol. A line is a width times one of these.
 _COUNTS: dict[str, str] = {
@@ -264,18 +308,38 @@ def state_lines(
     >>> [line.n_bytes for line in state_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
     [8192, 8192]
     """
-    if optimizer in PUBLISHED:
-        return _published_lines(PUBLISHED[optimizer], tensors, element_bytes, symbol)
-    if optimizer == "adafactor":
-        return _adafactor_lines(tensors, element_bytes)
-    if optimizer == "muon":
-        theirs = [tensor for tensor in tensors if updated_by_muon(tensor)]
-        matrices = total_elements(theirs)
-        return muon.state_lines(matrices, total_elements(tensors) - matrices, element_bytes)
-    n_bytes = element_bytes * total_elements(tensors)
-    formula = times(element_bytes, symbol)
-    lines = tuple(Line(Kind.OPTIMIZER_STATE, n_bytes, state, formula, _SOURCE) for state in _STEPS[optimizer].states)
+    one = needs_of(optimizer)
+    lines = list(_held_lines(one, one.states, tensors, element_bytes, symbol))
+    if one.tables:
+        scales = next(line.n_bytes for line in lines if line.formula.endswith("U_256"))
+        there = where(scales > 0, one.tables, 0)
+        lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
+    if one.shared is not None:
+        lines.append(Line(Kind.OPTIMIZER_STATE, 8 * one.shared(tensors), shampoo.PAIRS, "8·U_x", shampoo.INDICES))
     return (*lines, *step_counters(optimizer, impl, _updated(tensors)))
+
+
+def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int = 4) -> tuple[Line, ...]:
+    """Return the states in managed memory, which CUDA migrates between host and GPU, or in host memory. [bytes]
+
+    >>> [line.n_bytes for line in managed_lines("paged-adamw-32bit", (LocalTensor((1000, 200)), LocalTensor((200,))))]
+    [1600000]
+    """
+    one = needs_of(optimizer)
+    return tuple(_held_lines(one, one.paged, tensors, element_bytes, "U_p"))
+
+
+def _held_lines(
+    one: Needs, states: tuple[Held, ...], tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
+) -> Iterator[Line]:
+    for held in states:
+        units: Int = 0
+        count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
+        for tensor in tensors:
+            units = units + tensor.repeat * count(tensor)
+        width = held.width or held.alike * element_bytes
+        named = symbol if held.symbol == "U" else held.symbol
+        yield Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source)
 
 
 def step_temporary_lines(
@@ -294,22 +358,26 @@ def step_temporary_lines(
     >>> [line.n_bytes for line in step_temporary_lines("adamw", "foreach", (LocalTensor((64, 32)),), 4)]
     [8192]
     """
-    if optimizer not in _STEPS:
-        return _published_temporary(optimizer, tensors, element_bytes)
-    if impl == "fused":
-        return ()
+    one = needs_of(optimizer)
     if impl == "foreach":
-        return _foreach_temporary(optimizer, tensors, element_bytes, symbol)
-    if optimizer in ("muon", "adafactor"):
-        return ((_muon_temporary if optimizer == "muon" else _adafactor_temporary)(tensors, element_bytes),)
-    before, current = _STEPS[optimizer].forloop
-    if not current:
+        copies, reason = one.foreach
+        n_bytes, formula = copies * element_bytes * total_elements(tensors), times(copies * element_bytes, symbol)
+        return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, one.source),) if copies else ()
+    if one.together is not None:
+        most = one.together(tensors, element_bytes)
+        return (Line(Kind.OPTIMIZER_TEMPORARY, most, one.reason or "step of all tensors", "1·U_z", one.scratch_source),)
+    if one.scratch is not None:
+        largest = 0 * total_elements(tensors)
+        for group in _groups(optimizer, tensors):
+            for before, tensor in _in_turn(group):
+                largest = maximum(largest, one.scratch(tensor, before, element_bytes))
+        return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)
+    previous, current = one.forloop
+    if impl == "fused" or not current:
         return ()
-    largest = maximum(0, *(before * previous + current * tensor.numel for previous, tensor in _in_turn(tensors)))
-    formula = times(element_bytes, "U_t")
-    source = PUBLISHED[optimizer].source if optimizer in PUBLISHED else _SOURCE
+    largest = maximum(0, *(previous * before + current * tensor.numel for before, tensor in _in_turn(tensors)))
     reason = "for-loop step: temporaries of two tensors in turn"
-    return (Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, formula, source),)
+    return (Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), one.source),)
 
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
@@ -336,89 +404,17 @@ def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tupl
     if impl != "fused" or optimizer not in _STEP_ON_GPU:
         return ()
     reason = "step counters on the GPU, one per tensor (the allocator rounds each to a block of 512)"
-    return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "4·U_n", _SOURCE),)
-
-
-def _published_lines(
-    one: Published, tensors: Sequence[LocalTensor], element_bytes: int, symbol: str, *, paged: bool = False
-) -> tuple[Line, ...]:
-    lines: list[Line] = []
-    for held in one.paged if paged else one.states:
-        units: Int = 0
-        count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
-        for tensor in tensors:
-            units = units + tensor.repeat * count(tensor)
-        width = held.width or held.alike * element_bytes
-        named = symbol if held.symbol == "U" else held.symbol
-        lines.append(Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source))
-    if one.tables and not paged:
-        scales = next(line.n_bytes for line in lines if line.formula.endswith("U_256"))
-        there = where(scales > 0, one.tables, 0)
-        lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
-    if one.shared is not None and not paged:
-        lines.append(Line(Kind.OPTIMIZER_STATE, 8 * one.shared(tensors), shampoo.PAIRS, "8·U_x", shampoo.INDICES))
-    return tuple(lines)
-
-
-def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int = 4) -> tuple[Line, ...]:
-    """Return the states in managed memory, which CUDA migrates between host and GPU, or in host memory. [bytes]
-
-    >>> [line.n_bytes for line in managed_lines("paged-adamw-32bit", (LocalTensor((1000, 200)), LocalTensor((200,))))]
-    [1600000]
-    """
-    return _published_lines(PUBLISHED[optimizer], tensors, element_bytes, "U_p", paged=True) if optimizer in PUBLISHED else ()
-
-
-def _rows_and_columns(shape: tuple[Int, ...]) -> tuple[Int, Int]:
-    """Return the sizes of Adafactor's two variance factors: without the last dimension, and without the second last."""
-    leading: Int = 1
-    for size in shape[:-2]:
-        leading = leading * size
-    return leading * shape[-2], leading * shape[-1]
-
-
-def _adafactor_lines(tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
-    factors: Int = 0
-    vectors: Int = 0
-    for tensor in tensors:
-        if len(tensor.shape) > 1:
-            rows, columns = _rows_and_columns(tensor.shape)
-            factors = factors + tensor.repeat * (rows + columns)
-        else:
-            vectors = vectors + tensor.repeat * tensor.numel
-    source = "torch 2.13, torch/optim/_adafactor.py, _init_group"
-    return (
-        Line(
-            Kind.OPTIMIZER_STATE,
-            element_bytes * factors,
-            "row and column factors of the matrices' variance",
-            times(element_bytes, "U_f"),
-            source,
-        ),
-        Line(Kind.OPTIMIZER_STATE, element_bytes * vectors, "variance of the vectors", times(element_bytes, "U_v"), source),
-    )
+    return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "4·U_n", TORCH),)
 
 
 def foreach_copies(optimizer: Optimizer, impl: OptimizerImpl) -> int:
     """Return how many lists of temporaries a foreach step makes, with one temporary per tensor; 0 for other steps."""
-    return _STEPS[optimizer].foreach[0] if impl == "foreach" else 0
+    return needs_of(optimizer).foreach[0] if impl == "foreach" else 0
 
 
 def states_from_the_start(optimizer: Optimizer) -> bool:
     """Whether the optimizer makes its states in its constructor, not in its first step (torch 2.13, optim/adagrad.py)."""
     return optimizer == "adagrad"
-
-
-def _foreach_temporary(
-    optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
-) -> tuple[Line, ...]:
-    copies, reason = _STEPS[optimizer].foreach
-    if not copies:
-        return ()
-    formula = times(copies * element_bytes, symbol)
-    n_bytes = copies * element_bytes * total_elements(tensors)
-    source = PUBLISHED[optimizer].source if optimizer in PUBLISHED else _SOURCE
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, source),)
 
 
 def _groups(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Sequence[LocalTensor], ...]:
@@ -427,19 +423,6 @@ def _groups(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Seque
         matrices = [tensor for tensor in tensors if updated_by_muon(tensor)]
         return [tensor for tensor in tensors if not updated_by_muon(tensor)], matrices
     return (tensors, [tensor for tensor in tensors if len(tensor.shape) > 1]) if optimizer == "grokadamw" else (tensors,)
-
-
-def _published_temporary(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int) -> tuple[Line, ...]:
-    one, largest = PUBLISHED[optimizer], 0 * total_elements(tensors)
-    if one.together is not None:
-        most = one.together(tensors, element_bytes)
-        return (Line(Kind.OPTIMIZER_TEMPORARY, most, "step of all tensors", "1·U_z", one.scratch_source),)
-    if one.scratch is None:
-        return ()
-    for group in _groups(optimizer, tensors):
-        for before, tensor in _in_turn(group):
-            largest = maximum(largest, one.scratch(tensor, before, element_bytes))
-    return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)
 
 
 def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
@@ -460,32 +443,3 @@ def _first_of_block(tensors: Sequence[LocalTensor], last: int) -> LocalTensor:
     while first and tensors[first - 1].repeat == tensors[last].repeat:
         first -= 1
     return tensors[first]
-
-
-def _adafactor_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
-    """Return the largest temporaries of one tensor's update.
-
-    Alive together: the variance estimates of this tensor and of the previous one, this tensor's means or square, and the means
-    of the last matrix or the square of the last vector, which variables still hold.
-    """
-    largest: Int = 0
-    means: Int = 0
-    square: Int = 0
-    for previous, tensor in _in_turn(tensors):
-        if len(tensor.shape) > 1:
-            means = sum(_rows_and_columns(tensor.shape))
-        else:
-            square = tensor.numel
-        largest = maximum(largest, previous + tensor.numel + means + square)
-    reason = "for-loop step: variance estimates of two tensors in turn"
-    source = "torch 2.13, torch/optim/_adafactor.py, _single_tensor_adafactor"
-    return Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), source)
-
-
-def _muon_temporary(tensors: Sequence[LocalTensor], element_bytes: int) -> Line:
-    """Return the larger of Muon's step on one matrix and AdamW's foreach step on all other tensors."""
-    largest = element_bytes * total_elements([tensor for tensor in tensors if not updated_by_muon(tensor)])
-    for tensor in filter(updated_by_muon, tensors):
-        largest = maximum(largest, muon.for_ranks(tensor, element_bytes, muon.highest))
-    reason = "step: Newton-Schulz iterates of one matrix, or AdamW's denominators"
-    return Line(Kind.OPTIMIZER_TEMPORARY, largest, reason, "1·U_z", muon.SOURCE)

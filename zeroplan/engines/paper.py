@@ -10,7 +10,7 @@ from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.formulas import kept_by
-from zeroplan.engines.optimizers import LocalTensor, counted, state_lines
+from zeroplan.engines.optimizers import counted, state_lines, whole_tensors
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import KEPT
@@ -37,7 +37,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
 
     Source: Rajbhandari et al. 2020, arXiv:1910.02054, sections 3, 5 and 7.
     """
-    whole = state_lines(recipe.optimizer, "foreach", _whole_tensors(model), widths(recipe.precision).stored, symbol="Ψ")
+    whole = state_lines(recipe.optimizer, "foreach", whole_tensors(layout(model)), widths(recipe.precision).stored, symbol="Ψ")
     states = _states(model, recipe, mesh, whole)
     kept = tuple((run, _kept(model, run.kind, recipe, mesh, batch)) for run in layout(model).runs)
     return Account(
@@ -70,15 +70,6 @@ def _states(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, whole: tuple[Line,
             Line(Kind.OPTIMIZER_STATE, master, "fp32 copy of the parameters", _formula(width.stored, recipe, 1), _STATES)
         )
     return (*lines, *(_divided(line, recipe, mesh) for line in whole))
-
-
-@lru_cache(maxsize=256)
-def _whole_tensors(model: ModelSpec) -> tuple[LocalTensor, ...]:
-    tree = layout(model)
-    return (
-        *(LocalTensor(one.shape, in_block=False) for one in (*tree.embeddings, *tree.tail)),
-        *(LocalTensor(one.shape, run.layers) for run in tree.runs for one in run.parameters),
-    )
 
 
 def _divided(line: Line, recipe: RecipeSpec, mesh: Mesh) -> Line:

@@ -4,10 +4,10 @@ Engines walk through it, and add weights, gradients and buffers.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.block_runs import recompute_of, run_pass
@@ -15,18 +15,14 @@ from zeroplan.engines.formulas import kept_by, several
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
-from zeroplan.ledger import PLAIN, Kind, Line, Tag, total_bytes
-from zeroplan.numeric import Int, where
+from zeroplan.ledger import Kind, Line, Tag, total_bytes
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, Recompute
 from zeroplan.transformer.blocks import BackwardPoint, BlockPass, HeadPass
 from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class RunPass(NamedTuple):
@@ -123,12 +119,12 @@ def _in_stretches(kinds: list[str], order: tuple[int, ...], *, alike: bool) -> t
     return (*found[:_FIRST], *middle.items(), *found[-_LAST:])
 
 
-def kept_before(these: Passes, block: Int) -> tuple[Line, ...]:
+def kept_before(these: Passes, block: int) -> tuple[Line, ...]:
     """Return the activations and copies of frozen weights that the blocks before ``block`` (0 to ``n_blocks``) keep. [bytes]"""
-    formula, tag = _kept_by(these, block) if isinstance(block, int) else ("", PLAIN)
+    formula, tag = _kept_by(these, block)
     reason = "kept by the blocks before for their backward"
     line = Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
-    if not any(run.kept_casts for run in these.runs) or not isinstance(block, int):
+    if not any(run.kept_casts for run in these.runs):
         return (line,)
     counts = [(min(max(block - run.first, 0), run.n_blocks), run.kept_casts) for run in these.runs]
     n_bytes: Int = sum(count * each for count, each in counts)
@@ -137,31 +133,13 @@ def kept_before(these: Passes, block: Int) -> tuple[Line, ...]:
     return line._replace(n_bytes=line.n_bytes - n_bytes, formula=f"{formula} - ({formula_of_casts})"), casts
 
 
-def kept_bytes(these: Passes, block: Int) -> Int:
+def kept_bytes(these: Passes, block: int) -> Int:
     """Return the total of :func:`kept_before`. [bytes]"""
     first, *later = these.runs
-    n_bytes: Int
-    if isinstance(block, int):
-        n_bytes = (min(block, first.n_blocks) if later else block) * first.kept_bytes
-        for run in later:
-            n_bytes = n_bytes + min(max(block - run.first, 0), run.n_blocks) * run.kept_bytes
-        return n_bytes
-    if not later:
-        return block * first.kept_bytes
-    each = {id(run.kept_bytes): run.kept_bytes for run in these.runs}
-    counts = _blocks_before(tuple([(id(run.kept_bytes), run.first, run.n_blocks) for run in these.runs]), these.n_blocks)
-    return sum(count[block] * each[kept] for kept, count in counts.items())
-
-
-@lru_cache(maxsize=64)
-def _blocks_before(runs: tuple[tuple[int, int, int], ...], n_blocks: int) -> "Mapping[int, NDArray[np.int64]]":
-    """Return how many blocks of each kind are before each block. ``runs``: kind, first block and number of each."""
-    import numpy as np  # noqa: PLC0415  a single job never needs it
-
-    before: dict[int, NDArray[np.int64]] = {}
-    for kind, first, count in runs:
-        before[kind] = before.get(kind, 0) + np.clip(np.arange(n_blocks + 1) - first, 0, count)
-    return before
+    n_bytes: Int = (min(block, first.n_blocks) if later else block) * first.kept_bytes
+    for run in later:
+        n_bytes = n_bytes + min(max(block - run.first, 0), run.n_blocks) * run.kept_bytes
+    return n_bytes
 
 
 def _kept_by(these: Passes, block: int) -> tuple[str, Tag]:
@@ -198,13 +176,10 @@ def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
     return run.block.checkpoint_in_backward if run.recompute != "none" else ()
 
 
-def shared_at(these: Passes, block: Int) -> tuple[Line, ...]:
+def shared_at(these: Passes, block: int) -> tuple[Line, ...]:
     """Return the tensors that blocks share, in the backward of a block or of the embedding (-1), where position tables are 0."""
-    if isinstance(block, int):
-        gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
-        return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)
-    tables = (line._replace(n_bytes=where(block >= 0, line.n_bytes, 0)) for line in these.head.with_blocks)
-    return (*these.head.at_embedding, *tables)
+    gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
+    return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)
 
 
 def flowing_at_embedding(these: Passes) -> Line:

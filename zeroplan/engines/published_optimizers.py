@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.engines import dion, shampoo
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
-from zeroplan.spec.recipe import Optimizer
+from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 
 if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
@@ -35,8 +35,8 @@ class Held(NamedTuple):
     """The number of units of a 16-bit tensor, if it differs."""
 
 
-class Published(NamedTuple):
-    """An optimizer of another package, with its defaults."""
+class Needs(NamedTuple):
+    """What an optimizer keeps and what its step allocates, with its default arguments."""
 
     states: tuple[Held, ...]
     source: str
@@ -53,8 +53,20 @@ class Published(NamedTuple):
     """Elements whose indices all tensors share, 8 bytes each."""
     together: Callable[[Sequence["LocalTensor"], int], Int] | None = None
     """Temporaries of a step over all tensors at once, instead of ``scratch``. [bytes]"""
+    reason: str = "step of all tensors"
+    """What these are."""
+    implementations: tuple[OptimizerImpl, ...] = ("forloop",)
+    """Those on CUDA, the default first (``_default_to_fused_or_foreach`` prefers foreach)."""
+    foreach: tuple[int, str] = (0, "")
+    """Copies of all updated elements that one foreach step holds at the same time, and what they are."""
+    forloop: tuple[int, int] = (0, 0)
+    """Copies of the previous tensor, whose last temporary a variable still holds, and of the current one."""
 
 
+TORCH = "torch 2.13, torch/optim"
+DENOMINATORS = 1, "foreach step: denominators of all updates at once"
+_IN_KERNELS: tuple[OptimizerImpl, ...] = ("fused",)
+"""The steps are kernels that write in place."""
 _SMALLEST = 4096  # both bitsandbytes 0.50 (min_8bit_size) and torchao 0.18 (_new_buffer): smaller tensors are not quantised
 _PAGED = 100_000  # bitsandbytes 0.50, Optimizer8bit.get_state_buffer: 1e5
 _BNB_BLOCK = 256  # bitsandbytes 0.50, Optimizer2State.init_state: blockwise, one fp32 absmax per 256 elements
@@ -66,8 +78,24 @@ _OF_TORCHAO = ("paper", "ddp", "fsdp2", "deepspeed")
 _COMPILED = "torch 2.13, torch/_inductor: buffers of torchao's step as it is compiled; its kernels were not run"
 
 
-def _elements(tensor: "LocalTensor") -> Int:
+def elements(tensor: "LocalTensor") -> Int:
+    """Return the elements of a tensor."""
     return tensor.numel
+
+
+def of_matrices(tensor: "LocalTensor") -> Int:
+    """Return the elements of a tensor that Muon updates, else 0."""
+    return tensor.numel * updated_by_muon(tensor)
+
+
+def beside_matrices(tensor: "LocalTensor") -> Int:
+    """Return the elements of a tensor that Muon leaves to another optimizer, else 0."""
+    return tensor.numel * (not updated_by_muon(tensor))
+
+
+def of_vectors(tensor: "LocalTensor") -> Int:
+    """Return the elements of a tensor of one dimension, else 0."""
+    return tensor.numel if len(tensor.shape) == 1 else 0
 
 
 # bitsandbytes
@@ -105,7 +133,7 @@ class _Group(NamedTuple):
 def _kept_in_blocks(one: _Group, bits: int) -> tuple[Held, ...]:
     """Return a group of states in fp32, or quantised with a scale per block, and in fp32 for small tensors."""
     if bits == 32:
-        return (Held(f"{one.what} in fp32", "U", _elements, 4 * one.copies, one.alike),)
+        return (Held(f"{one.what} in fp32", "U", elements, 4 * one.copies, one.alike),)
     width = "8 bits each" if one.copies > 1 else "in 8 bits"
     return (
         Held(f"{one.what}{',' if one.copies > 1 else ''} {width}", "U_q", _wide, one.copies, one.alike),
@@ -114,7 +142,7 @@ def _kept_in_blocks(one: _Group, bits: int) -> tuple[Held, ...]:
     )
 
 
-def _bitsandbytes(groups: tuple[_Group, ...], bits: int, *, paged: bool = False) -> Published:
+def _bitsandbytes(groups: tuple[_Group, ...], bits: int, *, paged: bool = False) -> Needs:
     """Return an optimizer of bitsandbytes with these states. If ``paged``, the large ones are in managed memory."""
     held = [_kept_in_blocks(one, bits) for one in groups]
     main, beside = [one[0] for one in held], [other for one in held for other in one[1:]]
@@ -126,11 +154,11 @@ def _bitsandbytes(groups: tuple[_Group, ...], bits: int, *, paged: bool = False)
             one._replace(what=f"{one.what}, {below}", units=_in_pages(one.units, inside=False), symbol="U_l") for one in main
         ]
     tables = sum(one.alike for one in groups)
-    return Published(
+    return Needs(
         (*main, *beside), _BNB_SOURCE if tables > 1 else _BNB_ONE_SOURCE, paged=in_pages,
         tables=_BNB_MAP_BYTES * tables if bits == 8 else 0,
         engines=("paper", "ddp") if paged else ("paper", "ddp", "fsdp1", "fsdp2", "deepspeed"),
-        note=_PAGES if paged else "",
+        note=_PAGES if paged else "", implementations=_IN_KERNELS,
     )  # fmt: skip
 
 
@@ -164,7 +192,7 @@ def _quantised_tensors(block: int) -> Counting:
     return counted
 
 
-def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Published:
+def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Needs:
     codes = 2 * bits // 8
     kind = f"{bits}-bit floats" if floating else f"{bits} bits each"
     tables = 0 if floating else 2 * 4 * 2**bits
@@ -175,7 +203,7 @@ def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Publishe
     ]
     if tables:
         states.append(Held("quantization maps of every tensor", "U_k", _quantised_tensors(block), tables, 2))
-    return Published(
+    return Needs(
         tuple(states), _TORCHAO,
         lambda tensor, _, __: _compiled_scratch(tensor, bits, block, floating=floating), _COMPILED,
         engines=_OF_TORCHAO,
@@ -239,9 +267,7 @@ def _of_apollo(tensor: "LocalTensor", before: Int, width: int) -> Int:
 _APOLLO = (
     Held("momentum and variance of the blocks' matrices in rank 128", "U_r", _projected, 0, 2),
     Held("projections of the blocks' matrices to rank 128", "U_j", _projector, 0, 1),
-    Held(
-        "momentum and variance of all other tensors", "U_o", lambda tensor: tensor.numel * (not updated_by_muon(tensor)), 0, 2
-    ),
+    Held("momentum and variance of all other tensors", "U_o", beside_matrices, 0, 2),
 )
 
 
@@ -292,12 +318,12 @@ _ON_DTENSORS_TOO = ("paper", "ddp", "fsdp2")
 _TE_ADAM = "Transformer Engine d0067d0, pytorch/optimizers/fused_adam.py, FusedAdam"
 
 
-def _te_adam(*masters: Held, scratch: Callable[["LocalTensor", Int, int], Int] | None = None) -> Published:
+def _te_adam(*masters: Held, scratch: Callable[["LocalTensor", Int, int], Int] | None = None) -> Needs:
     """Return Transformer Engine's Adam with its default dtypes of states, and these master weights."""
-    return Published(
-        (Held("momentum and variance in fp32", "U", _elements, 8, 2), *masters), f"{_TE_ADAM}._initialize_state",
+    return Needs(
+        (Held("momentum and variance in fp32", "U", elements, 8, 2), *masters), f"{_TE_ADAM}._initialize_state",
         scratch, f"{_TE_ADAM}.initialize_state" if scratch else "", engines=_ON_DTENSORS_TOO,
-        note="Transformer Engine's Adam was read (d0067d0), not run",
+        note="Transformer Engine's Adam was read (d0067d0), not run", implementations=_IN_KERNELS,
     )  # fmt: skip
 
 
@@ -316,25 +342,26 @@ def _only_narrow(states: Held) -> Held:
     return states._replace(symbol="U_h", units=lambda _: 0, narrow=states.units)
 
 
-def _flash(correction: int) -> Published:
+def _flash(correction: int) -> Needs:
     """Return flashoptim's AdamW with this many bytes of correction per element of a 16-bit weight."""
     scales = Held(
         f"fp16 scale per block of {_FLASH_BLOCK}, for momentum and variance", f"U_{_FLASH_BLOCK}",
         lambda tensor: ceil_div(tensor.numel, _FLASH_BLOCK), 4, 2,
     )  # fmt: skip
-    correcting = Held(f"the {8 * correction} bits after those of a 16-bit weight", "U", _elements, correction)
-    return Published(
-        (Held("momentum and variance, 8 bits each", "U", _elements, 2, 2), scales, _only_narrow(correcting)), _FLASH,
+    correcting = Held(f"the {8 * correction} bits after those of a 16-bit weight", "U", elements, correction)
+    return Needs(
+        (Held("momentum and variance, 8 bits each", "U", elements, 2, 2), scales, _only_narrow(correcting)), _FLASH,
         lambda tensor, _, width: (width - (correction if width == 2 else 0)) * tensor.numel, f"{_FLASH}: zeros that are quantised",
         engines=_ON_DTENSORS_TOO, note="flashoptim's states were run on a CPU, its kernels were read (0.1.4)",
+        implementations=_IN_KERNELS,
     )  # fmt: skip
 
 
 _STABLE = "torch-optimi 0.3.3, optimi/stableadamw.py, StableAdamW._init_state"
-_COMPENSATION = _only_narrow(Held("Kahan compensation of 16-bit weights", "U", _elements, 2))
+_COMPENSATION = _only_narrow(Held("Kahan compensation of 16-bit weights", "U", elements, 2))
 _SCHEDULE_FREE = "schedulefree 1.4.1, adamw_schedulefree.py, AdamWScheduleFree.step"
 _SCHEDULE_FREE_SGD = "schedulefree 1.4.1, sgd_schedulefree.py, SGDScheduleFree.step"
-_AVERAGED = Held("the points that are averaged (z)", "U", _elements)
+_AVERAGED = Held("the points that are averaged (z)", "U", elements)
 _ADAM_MINI = "Adam-mini 1.1.1, adam_mini.py, Adam_mini.step"
 _APOLLO_SOURCE = "APOLLO 1.0.3, apollo_torch/apollo.py, AdamW.step"
 _GALORE_SOURCE = "galore-torch 1.0, galore_torch/adamw.py, AdamW.step"
@@ -347,12 +374,12 @@ _SHAMPOO = (
 _MEANS = "means of squares, at most one per row of a matrix and element of a vector"
 
 _SIDES = "products of the sides up to 10,000 of matrices, and their eigenbases"
-_BOTH = Held("momentum and variance", "U", _elements, 0, 2)
+_BOTH = Held("momentum and variance", "U", elements, 0, 2)
 
 
-def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = "") -> Published:
+def _alone(states: tuple[Held, ...], scratch: Scratch, source: str, note: str = "") -> Needs:
     """Return an optimizer that steps on whole tensors alone."""
-    return Published(states, source, scratch, source, engines=("paper", "ddp"), note=note)
+    return Needs(states, source, scratch, source, engines=("paper", "ddp"), note=note)
 
 
 def _of_grok(tensor: "LocalTensor", before: Int, width: int) -> Int:
@@ -367,23 +394,19 @@ def _side_lengths(tensor: "LocalTensor") -> Int:
     return tensor.shape[0] + tensor.shape[1] if len(tensor.shape) > 1 else 0
 
 
-def _of_vectors(tensor: "LocalTensor") -> Int:
-    return tensor.numel if len(tensor.shape) == 1 else 0
-
-
 _GROK = "grokadamw 0.1.2, grokadamw.py, GrokAdamW._update_group"
 _ADALOMO = (
     Held("row and column means of the matrices' squares, fp32", "U_f", _side_lengths, 4, 2),
-    Held("means of the vectors' squares, fp32", "U_v", _of_vectors, 4),
+    Held("means of the vectors' squares, fp32", "U_v", of_vectors, 4),
 )
 _IN_BACKWARD = "lomo_optim 0.1.1, lomo_optim/adalomo.py, AdaLomo.__init__"
 
 
-def _shampoo(longest: int) -> Published:
+def _shampoo(longest: int) -> Needs:
     """Return Distributed Shampoo with this ``max_preconditioner_dim`` and Adam's grafting."""
-    return Published(
+    return Needs(
         (
-            Held(shampoo.FILTERED, "U", _elements, 0, 2),
+            Held(shampoo.FILTERED, "U", elements, 0, 2),
             Held(shampoo.TRIANGLES.format(longest), "U_y", partial(shampoo.triangles, longest=longest), 8, 2),
         ),
         shampoo.SOURCE, None, shampoo.STEP, engines=_ON_DTENSORS_TOO, note=_SHAMPOO,
@@ -391,7 +414,7 @@ def _shampoo(longest: int) -> Published:
     )  # fmt: skip
 
 
-PUBLISHED: dict[Optimizer, Published] = {
+PUBLISHED: dict[Optimizer, Needs] = {
     "adamw-8bit": _bitsandbytes(_ADAM, 8),
     "paged-adamw-8bit": _bitsandbytes(_ADAM, 8, paged=True),
     "paged-adamw-32bit": _bitsandbytes(_ADAM, 32, paged=True),
@@ -406,34 +429,37 @@ PUBLISHED: dict[Optimizer, Published] = {
     "rmsprop-32bit": _bitsandbytes(_RMSPROP, 32),
     "rmsprop-8bit": _bitsandbytes(_RMSPROP, 8),
     "te-adam": _te_adam(),
-    "te-adam-remainders": _te_adam(Held("the 16 bits of fp32 that weights lack", "U", _elements, 2)),
-    "te-adam-masters": _te_adam(Held("master weights in fp32", "U", _elements, 4), scratch=_of_masters),
+    "te-adam-remainders": _te_adam(Held("the 16 bits of fp32 that weights lack", "U", elements, 2)),
+    "te-adam-masters": _te_adam(Held("master weights in fp32", "U", elements, 4), scratch=_of_masters),
     "torchao-adamw-8bit": _torchao(8),
     "torchao-adamw-4bit": _torchao(4, block=128),
     "torchao-adamw-fp8": _torchao(8, floating=True),
-    "torchao-adamw": Published((_BOTH,), _TORCHAO, engines=_OF_TORCHAO),
-    "schedule-free-adamw": Published(
-        (Held("variance", "U", _elements), _AVERAGED), _SCHEDULE_FREE, engines=_ON_DTENSORS_TOO
+    "torchao-adamw": Needs((_BOTH,), _TORCHAO, engines=_OF_TORCHAO),
+    "schedule-free-adamw": Needs(
+        (Held("variance", "U", elements), _AVERAGED), _SCHEDULE_FREE, engines=_ON_DTENSORS_TOO,
+        implementations=("foreach", "forloop"), foreach=DENOMINATORS, forloop=(1, 1),
     ),
-    "schedule-free-sgd": Published((_AVERAGED,), _SCHEDULE_FREE_SGD, engines=_ON_DTENSORS_TOO),
-    "stable-adamw": Published((_BOTH, _COMPENSATION), _STABLE, engines=("paper", "ddp")),
+    "schedule-free-sgd": Needs(
+        (_AVERAGED,), _SCHEDULE_FREE_SGD, engines=_ON_DTENSORS_TOO, implementations=("foreach", "forloop")
+    ),
+    "stable-adamw": Needs((_BOTH, _COMPENSATION), _STABLE, engines=("paper", "ddp"), implementations=_IN_KERNELS),
     "flash-adamw": _flash(1),
     "flash-adamw-32bit": _flash(2),
-    "adam-mini": _alone((Held("momentum", "U", _elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
+    "adam-mini": _alone((Held("momentum", "U", elements), Held(_MEANS, "U_w", _rows)), _of_adam_mini, _ADAM_MINI),
     "apollo": _alone(_APOLLO, _of_apollo, _APOLLO_SOURCE),
     "galore": _alone(_GALORE, _of_galore, _GALORE_SOURCE, _DECOMPOSED),
-    "grokadamw": Published(
-        (), _GROK, _of_grok, _GROK, paged=(Held("momentum, variance and slow gradient", "U", _elements, 0, 3),),
+    "grokadamw": Needs(
+        (), _GROK, _of_grok, _GROK, paged=(Held("momentum, variance and slow gradient", "U", elements, 0, 3),),
         engines=("paper", "ddp"),
         note="GrokAdamW keeps its states in host memory, not pinned, and copies those of one tensor at a time to the GPU",
     ),
-    "dion-muon": Published(
-        (Held("momentum of the blocks' matrices", "U_m", lambda tensor: tensor.numel * updated_by_muon(tensor)), _APOLLO[2]),
+    "dion-muon": Needs(
+        (Held("momentum of the blocks' matrices", "U_m", of_matrices), _APOLLO[2]),
         dion.SOURCE, None, dion.SOURCE, engines=("paper", "fsdp2"), together=dion.highest,
         note="dion compiles its step: the temporaries without the compiler are counted, which is a bound",
     ),
-    "lomo": Published((), _IN_BACKWARD, engines=("paper", "ddp")),
-    "adalomo": Published(_ADALOMO, _IN_BACKWARD, engines=("paper", "ddp")),
+    "lomo": Needs((), _IN_BACKWARD, engines=("paper", "ddp")),
+    "adalomo": Needs(_ADALOMO, _IN_BACKWARD, engines=("paper", "ddp")),
     **{name: _shampoo(longest) for name, longest in shampoo.LONGEST.items()},
     "soap": _alone((_BOTH, Held(_SIDES, "U_g", lambda tensor: sum(_sides(tensor)), 0, 2)), _of_soap, _SOAP, _DECOMPOSED),
 }  # fmt: skip

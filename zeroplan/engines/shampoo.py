@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import groupby, product
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, for_each_row
 from zeroplan.spec.recipe import Optimizer
 
 if TYPE_CHECKING:
@@ -166,16 +166,9 @@ def in_order(blocks: Sequence[tuple[Shape, ...]], repeats: Sequence[int]) -> lis
 
 def at_every_point(measure: Callable[[tuple[Shape, ...]], int], tensors: Sequence["LocalTensor"]) -> Int:
     """Apply ``measure`` to the shapes of tensors; if sizes are columns, once for every different row of them."""
-    sizes = [side for tensor in tensors for side in tensor.shape]
 
-    def at(*point: int) -> int:
+    def at(*point: int) -> tuple[int]:
         left: Iterator[int] = iter(point)
-        return measure(tuple(tuple(int(next(left)) for _ in tensor.shape) for tensor in tensors))
+        return (measure(tuple(tuple(int(next(left)) for _ in tensor.shape) for tensor in tensors)),)
 
-    if all(isinstance(side, int) for side in sizes):
-        return at(*cast("list[int]", sizes))
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
-    columns = np.stack(np.broadcast_arrays(*sizes), axis=-1)
-    rows, back = np.unique(columns.reshape(-1, len(sizes)), axis=0, return_inverse=True)
-    return cast("Int", np.array([at(*row) for row in rows.tolist()], dtype=np.int64)[back.reshape(columns.shape[:-1])])
+    return for_each_row(at, *(side for tensor in tensors for side in tensor.shape))[0]

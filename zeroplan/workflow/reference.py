@@ -17,7 +17,6 @@ from zeroplan.workflow.asked import Name
 from zeroplan.workflow.forward import Forward, without_gradients
 from zeroplan.workflow.phases import renamed
 
-DPO = "trl 1.16, trainer/dpo_trainer.py, DPOTrainer.__init__"
 ALL_LOGITS = (
     "LLaMA-Factory, train/trainer_utils.py, get_batch_logps; torchtune, rlhf/sequence_processing.py, get_batch_log_probs"
 )

@@ -6,8 +6,8 @@ from statistics import median
 
 from tests.docs.generated.markdown import table
 from tests.measured import stored
+from tests.measured.replayed_shares import MEASURED
 from tests.measured.reserved import held, seen
-from zeroplan.engines.replayed_shares import MEASURED
 from zeroplan.spec.hardware import SETTINGS
 
 

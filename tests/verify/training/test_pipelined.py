@@ -15,8 +15,7 @@ import torch
 from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare_with_estimate
-from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
-from zeroplan.engines.pipeline.order import interleaved
+from zeroplan.engines.pipeline.order import interleaved, v_shaped, zero_bubble
 from zeroplan.engines.pipeline.schedule import next_stages
 from zeroplan.errors import MeasurementError
 from zeroplan.measurement import Measurement

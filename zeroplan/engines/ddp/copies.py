@@ -8,14 +8,14 @@ copies are in 16 bits, unless the model was prepared in fp32 before (``prepare_m
 from functools import lru_cache
 
 from zeroplan.engines.formulas import product
-from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines, step_temporary_lines
+from zeroplan.engines.optimizers import implementation_of, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.passes import Passes
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.rows import Row, row_of
 from zeroplan.ledger import Line
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params import is_frozen, trained_layout
 
 Lines = tuple[Line, ...]
@@ -64,10 +64,10 @@ def optimizer_lines(model: ModelSpec, recipe: RecipeSpec) -> tuple[Lines, Lines]
     Optimizers step over the tensors of one dtype, then over those of the other. Their variables still hold the first temporaries
     when they make the second.
     """
-    impl, tree = implementation_of(recipe), trained_layout(model)
-    groups = ((_in_blocks(tree), 4, "adapters"), (_outside(tree), _NARROW, "modules trained whole"))
+    impl, every = implementation_of(recipe), whole_tensors(trained_layout(model))
     held, passing = list[Line](), list[Line]()
-    for tensors, width, whose in groups:
+    for in_block, width, whose in ((True, 4, "adapters"), (False, _NARROW, "modules trained whole")):
+        tensors = [one for one in every if one.in_block is in_block]
         held += _named(state_lines(recipe.optimizer, impl, tensors, width), whose)
         passing += _named(step_temporary_lines(recipe.optimizer, impl, tensors, width), whose)
     return tuple(held), tuple(passing)
@@ -75,11 +75,3 @@ def optimizer_lines(model: ModelSpec, recipe: RecipeSpec) -> tuple[Lines, Lines]
 
 def _named(lines: Lines, whose: str) -> Lines:
     return tuple([one._replace(reason=f"{one.reason}, of {whose}", formula=product(1, int(one.n_bytes))) for one in lines])
-
-
-def _in_blocks(tree: Layout) -> tuple[LocalTensor, ...]:
-    return tuple(LocalTensor(one.shape, run.layers) for run in tree.runs for one in run.parameters)
-
-
-def _outside(tree: Layout) -> tuple[LocalTensor, ...]:
-    return tuple(LocalTensor(one.shape, in_block=False) for one in (*tree.embeddings, *tree.tail))

@@ -9,17 +9,15 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias, cast
+from itertools import chain
+from typing import NamedTuple, TypeAlias, cast
 
 from zeroplan.engines.collecting import Counts, Event, groups_of, receive
 from zeroplan.engines.deepspeed.gradients import Plan
 from zeroplan.engines.rows import numel
+from zeroplan.ledger import Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 
 class Held(NamedTuple):
@@ -46,8 +44,8 @@ class Held(NamedTuple):
 class Seen(NamedTuple):
     """The memory of gradients, the block that runs (-1: embedding; the number of blocks: head), and its gradients made so far."""
 
-    block: Int
-    made: Int
+    block: int
+    made: int
     held: Held
 
 
@@ -196,10 +194,7 @@ def corners(seen: list[Seen]) -> tuple[Seen, ...]:
 
 
 def _weighed(each: Seen) -> tuple[int, int, Seen]:
-    assert isinstance(each.block, int)  # noqa: S101  a course has no columns
-    n_bytes = each.held.n_bytes
-    assert isinstance(n_bytes, int)  # noqa: S101  likewise
-    return each.block, n_bytes, each
+    return each.block, int(each.held.n_bytes), each
 
 
 def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before: tuple[int, int]) -> bool:
@@ -207,19 +202,12 @@ def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before
     return (point[1] - after[1]) * (after[0] - before[0]) <= (before[1] - after[1]) * (after[0] - point[0])
 
 
-class Courses:
-    """A course for each pair of a shard and a number of micro-batches, and the course of every job of a column."""
+class Courses(NamedTuple):
+    """A course for each pair of a shard and a number of micro-batches."""
 
-    def __init__(self, each: tuple[Course, ...], which: Int) -> None:
-        """``which``: for every job of a column an index of ``each``."""
-        self.each, self._which = each, which
-        self._at: dict[Place, Sequence[Seen]] = {}
-
-    def at(self, place: Place) -> Sequence[Seen]:
-        """Return the peaks at a place, as columns if courses differ."""
-        if place not in self._at:
-            self._at[place] = _in_columns([course[place] for course in self.each], self._which)
-        return self._at[place]
+    each: tuple[Course, ...]
+    which: Int
+    """For every job of a column the index of its course."""
 
 
 def courses_of(plan: Plan, ranks: Int, micro_batches: Int) -> Courses:
@@ -238,58 +226,59 @@ def _made(plan: Plan, ranks: Int, micro_batches: Int) -> Courses:
     return Courses(found, cast("Int", which.reshape(pairs.shape[:-1]) if len(found) > 1 else 0))
 
 
-def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Seen:
-    """Return the first moment at a place with most live bytes, including those that ``beside`` returns. [bytes]"""
-    every = courses.at(place)
-    if len(every) == 1:
-        return every[0]
-    alive = [beside(one) + one.held.n_bytes for one in every]
-    if all(isinstance(n_bytes, int) for n_bytes in alive):
-        return every[alive.index(max(alive))]
+class Highest(NamedTuple):
+    """The moments of which one is the highest, and for every job of a column the index of its own."""
+
+    each: tuple[Seen, ...]
+    at: Int
+
+    def of(self, size: Callable[[Seen], Int]) -> Int:
+        """Return a size at the highest moment."""
+        return size(self.each[self.at]) if isinstance(self.at, int) else _picked([size(one) for one in self.each], self.at)
+
+    @property
+    def held(self) -> Held:
+        """The memory of gradients then."""
+        if isinstance(self.at, int):
+            return self.each[self.at].held
+        return Held(*(_picked(sizes, self.at) for sizes in zip(*(one.held for one in self.each), strict=True)))
+
+    def lines(self, make: Callable[[Seen], tuple[Line, ...]]) -> tuple[Line, ...]:
+        """Return the lines then, which have the same kinds at every moment."""
+        if isinstance(self.at, int):
+            return make(self.each[self.at])
+        rows = zip(*map(make, self.each), strict=True)
+        return tuple(row[0]._replace(n_bytes=_picked([line.n_bytes for line in row], self.at), formula="") for row in rows)
+
+
+def _picked(sizes: Sequence[Int], at: Int) -> Int:
+    """Return the size with the index of each job of a column."""
+    are_ints = all(isinstance(one, int) for one in sizes)
+    if are_ints and all(one == sizes[0] for one in sizes):
+        return sizes[0]
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    return _chosen(every, np.stack(np.broadcast_arrays(*alive)).argmax(axis=0))
-
-
-def _chosen(every: Sequence[Seen], at: "NDArray[np.intp]") -> Seen:
-    """Return the moment with this index, for each job of a column."""
-    first = int(at.flat[0])
-    if (at == first).all():
-        return every[first]
-    fields = ((one.block, one.made, *one.held) for one in every)
-    block, made, *held = (_by_index(values, at) for values in zip(*fields, strict=True))
-    return Seen(block, made, Held(*held))
-
-
-def _by_index(values: Sequence[Int], at: "NDArray[np.intp]") -> Int:
-    first = values[0]
-    if all(value is first or (isinstance(value, int) and isinstance(first, int) and value == first) for value in values):
-        return first
-    import numpy as np  # noqa: PLC0415  a single job never needs it
-
-    which, *columns = np.broadcast_arrays(at, *values)
+    if are_ints:
+        return cast("Int", np.array(sizes, dtype=np.int64)[at])
+    which, *columns = np.broadcast_arrays(at, *sizes)
     return cast("Int", np.take_along_axis(np.stack(columns), which[None], axis=0)[0])
 
 
-def _in_columns(seen: list[Sequence[Seen]], which: Int) -> Sequence[Seen]:
-    """Return the moments as columns. A shorter list repeats its last moment."""
-    if len(seen) == 1:
-        return seen[0]
-    length = max(map(len, seen))
-    return [_column([of_one[min(at, len(of_one) - 1)] for of_one in seen], which) for at in range(length)]
-
-
-def _column(seen: list[Seen], which: Int) -> Seen:
-    if all(each == seen[0] for each in seen):
-        return seen[0]
-    rows = zip(*[(each.block, each.made, *each.held) for each in seen], strict=True)
-    block, made, *held = (_picked(cast("tuple[int, ...]", values), which) for values in rows)
-    return Seen(block, made, Held(*held))
-
-
-def _picked(values: tuple[int, ...], which: Int) -> Int:
-    if values.count(values[0]) == len(values):
-        return values[0]
+def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Highest:
+    """Return the first moment at a place with most live bytes, including those that ``beside`` returns. [bytes]"""
+    every, which = [course[place] for course in courses.each], courses.which
+    if all(seen == every[0] for seen in every):
+        every, which = every[:1], 0
+    if all(len(seen) == 1 for seen in every):
+        return Highest(tuple([one for one, *_ in every]), which)
+    alive = {one: beside(one) + one.held.n_bytes for one in dict.fromkeys(chain.from_iterable(every))}
+    if all(isinstance(n_bytes, int) for n_bytes in alive.values()):
+        return Highest(tuple([max(seen, key=alive.__getitem__) for seen in every]), which)
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
-    return cast("Int", np.array(values, dtype=np.int64)[which])
+    has = [np.array([one in seen for seen in every])[which] for one in alive]  # whether a job's course has the moment
+    own = [np.where(there, size, -1) for there, size in zip(has, alive.values(), strict=True)]
+    at = np.stack(np.broadcast_arrays(*own)).argmax(axis=0)
+    used, seen = np.flatnonzero(np.bincount(at.ravel())), tuple(alive)
+    chosen = tuple([seen[one] for one in used.tolist()])
+    return Highest(chosen, 0 if len(chosen) == 1 else cast("Int", np.searchsorted(used, at)))

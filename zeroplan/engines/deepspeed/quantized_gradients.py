@@ -5,11 +5,13 @@ that the ranks do not divide, are reduce-scattered one by one. Source: Wang et a
 DeepSpeed 0.19.8, ``runtime/comm/coalesced_collectives.py``, ``all_to_all_quant_reduce``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+from zeroplan.engines.collecting import Counts, Memory
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
 from zeroplan.engines.rows import Row, row
 from zeroplan.errors import SpecError
@@ -24,6 +26,11 @@ _HALF, _SCALE = 2, 4
 """Bytes of a dequantized element, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
 _IN_4_BITS = 2
 """Elements in a byte."""
+IN_4_BITS = "gradients in 4 bits, their scales, and what comes of them"
+NAMES = (
+    "payload", "scales", "received", "received scales", "reduced in 4 bits", "reduced scales", "across", "across scales", "restored"
+)  # fmt: skip
+"""The variables of :func:`quantized`, whose tensors are freed when DeepSpeed's function returns."""
 
 
 class Split(NamedTuple):
@@ -86,28 +93,16 @@ def _groups(shape: Shape, ranks: int) -> int:
     return max(shape[0], shape[1], ranks)
 
 
-class Memory:
-    """Live bytes, and their peak. [bytes]"""
+@dataclass(slots=True)
+class _Highest(Counts):
+    """Counts the live bytes, and notes their peak."""
 
-    def __init__(self) -> None:
-        self.held = self.most = 0
-        self._names: dict[str, int] = {}
+    most: int = 0
 
-    def name(self, **made: int) -> None:
-        """Assign new tensors to variables, which frees the variables' old tensors."""
-        self.hold(sum(made.values()))
-        self.held -= sum(self._names.get(name, 0) for name in made)
-        self._names |= made
-
-    def hold(self, n_bytes: int) -> None:
-        """Allocate memory, or free it if negative."""
-        self.held += n_bytes
-        self.most = max(self.most, self.held)
-
-    def forget(self) -> None:
-        """Free all variables as the function returns."""
-        self.held -= sum(self._names.values())
-        self._names.clear()
+    def hold(self, key: Hashable, n_bytes: int) -> None:
+        """Hold memory, and add it to what is under the key."""
+        Counts.hold(self, key, n_bytes)
+        self.most = max(self.most, self.n_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -116,34 +111,45 @@ def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
 
     Variables hold one gradient's tensors until the next gradient's exist.
     """
-    memory = Memory()
+    memory = _Highest()
     for shape in shapes:
         if is_quantized(shape, split.ranks):
             quantized(memory, shape, split)
         elif (numel := prod(shape)) % split.ranks:
-            memory.hold(split.element * round_up(numel, split.ranks))
-    memory.forget()
+            memory.request("reduced", split.element * round_up(numel, split.ranks), Kind.REDUCE, IN_4_BITS)
+    memory.release(*NAMES)
     if split.kept != split.element:
-        memory.hold(split.kept * sum(ceil_div(prod(shape), split.ranks) for shape in shapes))
+        wide = split.kept * sum(ceil_div(prod(shape), split.ranks) for shape in shapes)
+        memory.request("cast", wide, Kind.REDUCE, IN_4_BITS)
     return memory.most
 
 
 def quantized(memory: Memory, shape: Shape, split: Split) -> None:
-    """Quantize a gradient, send it within the node and across nodes, and sum the received parts."""
+    """Quantize a gradient, send it within the node and across nodes, and sum the received parts, which stay."""
     numel, groups = prod(shape), _groups(shape, split.ranks)
     payload, scales = numel // _IN_4_BITS, _SCALE * groups
-    memory.name(payload=payload, scales=scales)
-    memory.name(received=payload)
-    memory.name(received_scales=scales)
-    memory.name(reduced=payload // split.local, reduced_scales=scales // split.local)
-    memory.name(across=payload // split.local)
-    memory.name(across_scales=scales // split.local)
-    memory.name(restored=_HALF * numel // split.local)
+    for made in (
+        {"payload": payload, "scales": scales}, {"received": payload}, {"received scales": scales},
+        {"reduced in 4 bits": payload // split.local, "reduced scales": scales // split.local},
+        {"across": payload // split.local}, {"across scales": scales // split.local},
+        {"restored": _HALF * numel // split.local},
+    ):  # fmt: skip
+        _assign(memory, made)
     share = _HALF * numel // split.ranks
-    memory.hold(2 * share)  # a sum over nodes, and the previous one
-    memory.hold(-share)
-    memory.hold(share)  # their mean, which stays
-    memory.hold(-share)
+    memory.request("sum", share, Kind.REDUCE, IN_4_BITS)
+    memory.request("previous sum", share, Kind.REDUCE, IN_4_BITS)
+    memory.release("previous sum")
+    memory.request("reduced", share, Kind.REDUCE, IN_4_BITS)  # the mean over nodes
+    memory.release("sum")
+
+
+def _assign(memory: Memory, made: dict[str, int]) -> None:
+    """Assign new tensors to variables, which frees the variables' old tensors."""
+    for name, n_bytes in made.items():
+        memory.request(f"new {name}", n_bytes, Kind.REDUCE, IN_4_BITS)
+    for name in made:
+        memory.release(name)
+        memory.rename(f"new {name}", name)
 
 
 def _shapes(flush: Flush) -> tuple[Shape, ...]:
@@ -159,7 +165,7 @@ def quantized_line(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, element: i
 
     n_bytes = for_each_value(of, n_ranks)
     formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
-    return Line(Kind.REDUCE, n_bytes, "gradients in 4 bits, their scales, and what comes of them (qgZ)", formula, QGZ)
+    return Line(Kind.REDUCE, n_bytes, f"{IN_4_BITS} (qgZ)", formula, QGZ)
 
 
 @lru_cache(maxsize=256)

@@ -10,6 +10,7 @@ accumulation (``BF16_Optimizer``).
 
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
+from zeroplan.engines.deepspeed.gradients import collects
 from zeroplan.engines.deepspeed.muon import shares, states_beside_muon
 from zeroplan.engines.deepspeed.numbers import numbers_unsharded
 from zeroplan.engines.deepspeed.offload import kept_as, note, offloads_optimizer, on_host
@@ -61,7 +62,7 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     return Account(
         (*persistent, own_gradients(job)),
         Moments((*map(entry_of, start), *training)),
-        _collectives(job, batch),
+        (*_all_reduce(job, batch), *_weight_gathers(job), *numbers_unsharded(recipe, job.n_ranks)),
         host=host_lines(job, updated, temporary),
         symbols=(*symbols(job, these), *host_symbols(job), *counted(*updated, *temporary)),
         notes=(*_notes(job, start[0], training), *note(recipe)),
@@ -133,23 +134,6 @@ def _init_by_group(job: Job, flat: Line, arrived: Line) -> tuple[Moment, ...]:
     )
 
 
-def _collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
-    """Return the gradients' all-reduces (DeepSpeed uses no reduce-scatter here by default), and the weights' all-gather."""
-    n, psi, element = job.n_ranks, job.whole.n_elements, job.element
-    rounds: Int = batch.grad_accum_steps if job.recipe.zero_stage == 2 else 1
-    calls = len(job.buckets.flushes)
-    return (
-        Collective(
-            "all_reduce", "gradients, bucket by bucket",
-            "in the backward of every micro-batch" if job.recipe.zero_stage == 2 else "for the last micro-batch",
-            n, calls * rounds, element * ceil_div(psi, calls), 2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds,
-            f"{STAGE12}, allreduce_and_scatter", element * psi * rounds,
-        ),
-        *_weight_gathers(job),
-        *numbers_unsharded(job.recipe, n),
-    )  # fmt: skip
-
-
 def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
     """Return the account of stage 0."""
     job = job_of(model, recipe, mesh, batch)
@@ -175,7 +159,7 @@ def unpartitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batc
     return Account(
         (*persistent, gradients),
         Moments((*map(entry_of, start), *trained(job, impl, these, persistent, temporary))),
-        _all_reduce(job),
+        (*_all_reduce(job, batch), *numbers_unsharded(recipe, job.n_ranks)),
         symbols=(*_symbols_of_whole(job, these), *counted(*state, *temporary)),
         kept=kept_in_a_block(these),
     )
@@ -205,7 +189,7 @@ def bf16_optimizer_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, bat
     return Account(
         persistent,
         Moments((*map(entry_of, beside(init, left)), *trained(job, impl, these, persistent, temporary))),
-        (*_all_reduce(job), *_weight_gathers(job)),
+        (*_all_reduce(job, batch), *numbers_unsharded(recipe, job.n_ranks), *_weight_gathers(job)),
         symbols=(*_symbols_of_whole(job, these), *counted(*persistent, *temporary)),
         kept=kept_in_a_block(these),
     )
@@ -228,15 +212,21 @@ def _init_of_whole(job: Job, persistent: tuple[Line, ...], temporary: tuple[Line
     return (Moment("initialisation: optimizer state", Phase.INIT, (*persistent, *both, *temporary)),)
 
 
-def _all_reduce(job: Job) -> tuple[Collective, ...]:
-    n, psi, element = job.n_ranks, job.whole.n_elements, job.element
-    calls = len(all_reduces(job.whole)) if job.recipe.zero_stage == 0 else 1
+def _all_reduce(job: Job, batch: Batch) -> tuple[Collective, ...]:
+    """Return the gradients' all-reduces; DeepSpeed uses no reduce-scatter here by default."""
+    n, psi, element, stage = job.n_ranks, job.whole.n_elements, job.element, job.recipe.zero_stage
+    rounds: Int = batch.grad_accum_steps if stage == 2 else 1
+    when = "in the backward of every micro-batch" if stage == 2 else "for the last micro-batch"
+    calls, what, source = len(job.buckets.flushes), "gradients, bucket by bucket", f"{STAGE12}, allreduce_and_scatter"
+    if collects(job.recipe):
+        calls, what = len(all_reduces(job.whole)) if stage == 0 else 1, "gradients"
+        when = "after the backward of the last micro-batch"
+        source = f"{ENGINE}, allreduce_no_retain"
     return (
         Collective(
-            "all_reduce", "gradients", "after the backward of the last micro-batch", n, calls, element * ceil_div(psi, calls),
-            2 * (n - 1) * element * psi // n, 2 * psi, f"{ENGINE}, allreduce_no_retain", element * psi,
+            "all_reduce", what, when, n, calls * rounds, element * ceil_div(psi, calls),
+            2 * (n - 1) * element * psi // n * rounds, 2 * psi * rounds, source, element * psi * rounds,
         ),
-        *numbers_unsharded(job.recipe, n),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 from zeroplan.engines.collecting import Event, groups_of, operators_below
-from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, highest
+from zeroplan.engines.deepspeed.course import Courses, Held, Highest, Seen, courses_of, highest
 from zeroplan.engines.deepspeed.gradients import distinct_micro_batches, plan_of
 from zeroplan.engines.deepspeed.muon import UPDATE
 from zeroplan.engines.deepspeed.running import points_of_kinds, running_lines, running_size
@@ -20,7 +20,7 @@ from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.passes import Below, Passes, RunPass, kept_bytes, moments_below, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
-from zeroplan.numeric import Int, maximum, minimum, where
+from zeroplan.numeric import Int, minimum
 from zeroplan.spec.recipe import OptimizerImpl
 from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -150,17 +150,15 @@ class Training(MicroBatch):
             yield _by_stream(kept, highest(self.courses, ("between", index, count)).held)
         for count in counts if run.n_blocks > 1 else ():
             seen = self._seen_before(index, count)
-            yield _by_stream(self.kept(seen.block), seen.held)
+            yield _by_stream(seen.of(lambda one: self.kept(one.block)), seen.held)
 
-    def kept(self, block: Int) -> Int:
+    def kept(self, block: int) -> Int:
         """Return the bytes that the blocks before one keep, cached because many points need them. [bytes]"""
-        if not isinstance(block, int):
-            return kept_bytes(self.these, block)
         if block not in self._kept:
             self._kept[block] = kept_bytes(self.these, block)
         return self._kept[block]
 
-    def _seen_before(self, index: int, count: int) -> Seen:
+    def _seen_before(self, index: int, count: int) -> Highest:
         """Return the peak in a run's blocks before its last, after this many of their gradients have arrived."""
         return highest(self.courses, ("before", index, count), lambda seen: self.kept(seen.block))
 
@@ -174,7 +172,7 @@ class Training(MicroBatch):
         trace = self.trace
         for point, count in self._received(run):
             seen = self._seen_before(index, count)
-            trace.hold("kept", *self.kept_before(seen.block))
+            trace.hold("kept", *seen.lines(lambda one: self.kept_before(one.block)))
             trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
             trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
 
@@ -197,29 +195,25 @@ class Training(MicroBatch):
         trace, these = self.trace, self.these
 
         def alive(seen: Seen) -> Int:
-            activations = self.kept(maximum(seen.block, 0)) + running_size(these, seen.block, seen.made)
+            activations = self.kept(max(seen.block, 0)) + running_size(these, seen.block, seen.made)
             return activations + total_bytes(self._tied_until(seen))
 
+        def lines(seen: Seen) -> Lines:
+            kept, running = self.kept_before(max(seen.block, 0)), running_lines(these, seen.block, seen.made)
+            return (*shared_at(these, seen.block), *kept, *running, *self._tied_until(seen))
+
+        trace.drop("shared")
         for event, name in _DURING.items():
             if ("during", event) in self.courses.each[0]:
                 seen = highest(self.courses, ("during", event), alive)
-                trace.hold("shared", *shared_at(these, seen.block))
                 trace.at(name, Phase.BACKWARD)
-                trace.pass_by(
-                    *self.kept_before(maximum(seen.block, 0)),
-                    *running_lines(these, seen.block, seen.made),
-                    *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)),
-                    *self._tied_until(seen),
-                )
+                trace.pass_by(*seen.lines(lines), *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)))
 
     def _tied_until(self, seen: Seen) -> Lines:
         """Return a tied head's gradient until the embedding's arrives, which is the last."""
-        waits = (seen.block >= 0) | (seen.made < self.these.below)
-        return tuple(
-            line._replace(n_bytes=n_bytes, formula=unless_zero(n_bytes, line.formula))
-            for line in self.tied_head()
-            for n_bytes in (where(waits, line.n_bytes, 0),)
-        )
+        if seen.block >= 0 or seen.made < self.these.below:
+            return self.tied_head()
+        return tuple(line._replace(n_bytes=0, formula="0") for line in self.tied_head())
 
     def _after(self) -> None:
         for event, name in _AFTER.items():

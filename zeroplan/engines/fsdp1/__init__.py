@@ -17,9 +17,9 @@ from zeroplan.engines.fsdp1.adapters import IGNORED
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, flat_plan, frozen_units
 from zeroplan.engines.fsdp2 import activations_away, in_host_memory, symbols_of
 from zeroplan.engines.fsdp2.groups import Group, on_host
-from zeroplan.engines.fsdp2.traffic import REPLICAS, ROOT, gather, over_replicas, reduce_scatter
+from zeroplan.engines.fsdp2.traffic import ROOT, of_units
 from zeroplan.engines.optimizers import counted, step_temporary_lines
-from zeroplan.ledger import Collective, Line, Phase, Role, Tag
+from zeroplan.ledger import Collective, Line, Role, Tag
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -46,9 +46,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         host=(*in_host_memory(plan, activations), *there),
         symbols=(*symbols_of(plan, model, activations), *_of_frozen(plan), *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan, model)),
-        kept=tuple(
-            (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
-        ),
+        kept=plan.kept_in_a_block,
     )
 
 
@@ -118,12 +116,6 @@ def _of_unit(
     plan: FlatPlan, mesh: Mesh, group: Group, name: str, layers: int, times: tuple[Int, Int, Int], *, is_root: bool = False
 ) -> Iterator[Collective]:
     forward, backward, reductions = times
-    made = [gather(plan, group, forward * layers, f"parameters of {name}", Phase.FORWARD, ranks=plan.n)]
-    if not isinstance(backward, int) or backward:
-        made.append(gather(plan, group, backward * layers, f"parameters of {name}", Phase.BACKWARD, ranks=plan.n))
-    if not isinstance(reductions, int) or reductions:
-        made += (
-            reduce_scatter(plan, group, reductions * layers, f"gradients of {name}", ranks=plan.n),
-            over_replicas(plan, group, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate),
-        )
-    yield from (call._replace(is_root=is_root) for call in made)
+    calls, ranks = (forward * layers, backward * layers, reductions * layers), (plan.n, plan.n)
+    for call in of_units(plan, (group, group), name, calls, ranks=ranks, replicas=mesh.dp_replicate):
+        yield call._replace(is_root=is_root)

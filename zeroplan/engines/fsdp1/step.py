@@ -22,12 +22,7 @@ _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward
 def moments(plan: FlatPlan, step: tuple[Line, ...]) -> Moments:
     """Return every moment at which memory can peak; ``step``: lines of the optimizer's step. [bytes]"""
     trace = Trace()
-    one = _micro_batch(plan, trace)
-    one.forward()
-    one.loss()
-    one.backward_of_the_ending()
-    one.blocks_backward()
-    one.end_of_backward()
+    _micro_batch(plan, trace).run_through()
     at_the_end = (*not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
     return Moments((*trace.finished(), *map(entry_of, at_the_end)))
 

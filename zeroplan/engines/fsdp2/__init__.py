@@ -60,9 +60,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         host=(*in_host_memory(plan, activations), *there),
         symbols=(*symbols_of(plan, model, activations), *counted(*plan.persistent, *temporaries), *of_experts),
         notes=tuple(_notes(plan)),
-        kept=tuple(
-            (run.name, one.kept(again)) for run, one, again in zip(plan.runs, plan.passes, plan.recomputes, strict=True)
-        ),
+        kept=plan.kept_in_a_block,
     )
 
 

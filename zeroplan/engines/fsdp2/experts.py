@@ -8,19 +8,17 @@ Leaves out explicit prefetching, with which torchtitan gathers one block ahead i
 """
 
 from collections.abc import Iterator
-from functools import lru_cache
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.fsdp2.groups import Apart, Group, cast_one_by_one
+from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Bool, Int, ceil_div, where
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, GATHERING, RecipeSpec
-from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
+from zeroplan.transformer.parameters import BlockRun
 
 EXCHANGE = "transformers 5.23, distributed/expert_parallel.py, AllToAllEP"
 GATHERED = "NeMo AutoModel 36044ad3, components/moe/experts.py, GroupedExperts.forward"
@@ -34,68 +32,6 @@ def note_of(recipe: RecipeSpec) -> str:
     return (
         f"this rank's experts get {recipe.imbalance:g} times the even share of tokens in every block; times assume even routing"
     )
-
-
-# --- which weights a rank has ---------------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=256)
-def local_layout(whole: Layout, ep: int) -> Layout:
-    """Return the parameters of one rank's experts and of everything else."""
-    return whole._replace(runs=tuple(_local_run(run, ep) for run in whole.runs))
-
-
-def _local_run(run: BlockRun, ep: int) -> BlockRun:
-    parameters = tuple(
-        parameter._replace(shape=(parameter.shape[0] // ep, *parameter.shape[1:])) if _is_expert(parameter) else parameter
-        for parameter in run.parameters
-    )
-    return run._replace(parameters=parameters)
-
-
-def _is_expert(parameter: Parameter) -> bool:
-    return parameter.active_share != (1, 1)
-
-
-def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_block: bool) -> LocalTensor:
-    """Return this rank's chunk: along dim 1 for experts if all ranks outnumber the experts, else along dim 0.
-
-    All ``n·tp`` ranks have experts, since tensor-parallel ranks do not split them.
-    """
-    rows, *rest = parameter.shape
-    if not _is_expert(parameter):
-        return LocalTensor((ceil_div(rows, n), *rest), repeat, in_block, ranks=n, rows=rows)
-    narrow, ranks = _is_narrow(rows, n * tp, ep), n * tp // ep
-    split = where(narrow, rest[0] // ranks, rest[0])
-    return LocalTensor((where(narrow, rows, ceil_div(rows, ranks)), split, *rest[1:]), repeat, in_block)
-
-
-def _is_narrow(rows: int, n: Int, ep: int) -> Bool:
-    """Whether there are fewer experts than ``n`` ranks; ``rows`` are this rank's experts."""
-    return n > rows * ep
-
-
-def block_group(run: BlockRun, parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int, symbol: str) -> Group:
-    """Return the ``fully_shard`` unit of a block with these of its parameters: all, or the trained ones."""
-    every = tuple(one for one in run.parameters if _is_expert(one))
-    theirs = tuple(one for one in parameters if _is_expert(one))
-    shard, numel = _of_a_rank(parameters, n, tp, ep), sum(one.numel for one in parameters)
-    if not every:
-        return Group(shard, shard * n, numel, symbol)
-    apart, ranks = _of_a_rank(theirs, n, tp, ep), n * tp // ep
-    experts = Apart(
-        ranks, apart, apart * ranks, sum(one.numel for one in theirs), cast_one_by_one(tuple(one.numel for one in theirs)),
-        theirs[-1].numel if theirs else 0, where(_is_narrow(every[0].shape[0], n * tp, ep), 1, 0), where(ranks > 1, 1, 0),
-    )  # fmt: skip
-    return Group(shard, (shard - apart) * n + experts.padded, numel, symbol, experts=experts)
-
-
-def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> Int:
-    """Return this rank's chunks of parameters. [elements]"""
-    elements: Int = 0
-    for one in parameters:
-        elements = elements + chunk(one, 1, n=n, tp=tp, ep=ep, in_block=True).numel
-    return elements
 
 
 def used_as_they_are(group: Group) -> Group:

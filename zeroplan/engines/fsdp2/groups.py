@@ -9,9 +9,9 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, weighted
+from zeroplan.numeric import Bool, Int, ceil_div, weighted, where
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.parameters import Layout, Parameter
+from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout
 from zeroplan.transformer.params_adapted import only_trained
 from zeroplan.transformer.params_split import split_layout
@@ -128,11 +128,11 @@ def cut_of(
         tree = in_two(tree, model, first)
         learning = trained or tree
     is_apart = ends_apart and tree.tied_head is None
-    root, blocks = _root(tree, n, "root", is_empty=is_apart), _block_groups(tree, n, tp, ep)
+    root, blocks = _root(tree, n, "root", is_empty=is_apart), _block_groups(tree, tree, n, tp, ep)
     trained_root, trained_blocks = root, blocks
     if learning is not tree:
         trained_root = _root(learning, n, "trained_root", is_empty=is_apart)
-        trained_blocks = _trained_groups(tree, learning, n, tp, ep)
+        trained_blocks = _block_groups(tree, learning, n, tp, ep, "trained_")
     ends = _ends(tree, learning, n) if is_apart else None
     return Cut(tree, learning, beside, root, blocks, trained_root, trained_blocks, ends)
 
@@ -161,29 +161,57 @@ def _parameters(model: ModelSpec, width: Widths, *, tp: int, ep: int) -> tuple[L
 def layout_of_a_rank(model: ModelSpec, *, tp: int, ep: int) -> Layout:
     """Return the parameters of one of ``tp`` ranks that split matrices and of ``ep`` ranks that split experts."""
     whole = layout(model) if tp == 1 else split_layout(model, tp)
+    return whole if ep == 1 else _with_some_experts(whole, ep)
+
+
+@lru_cache(maxsize=256)
+def _with_some_experts(whole: Layout, ep: int) -> Layout:
+    """Return the parameters of one rank's experts and of everything else."""
+
+    def local(one: Parameter) -> Parameter:
+        return one._replace(shape=(one.shape[0] // ep, *one.shape[1:])) if _is_expert(one) else one
+
+    return whole._replace(runs=tuple(run._replace(parameters=tuple(map(local, run.parameters))) for run in whole.runs))
+
+
+def _is_expert(parameter: Parameter) -> bool:
+    return parameter.active_share != (1, 1)
+
+
+def _block_groups(tree: Layout, of: Layout, n: Int, tp: int, ep: int, prefix: str = "") -> tuple[Group, ...]:
+    """Return the part of each block's unit that is in ``of``. It has a group of experts if the unit has one, even if empty."""
+    both = zip(tree.runs, of.runs, strict=True)
+    return tuple(_block_group(run, one.parameters, n, tp, ep, f"{prefix}{run.name}") for run, one in both)
+
+
+def _block_group(run: BlockRun, parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int, symbol: str) -> Group:
+    """Return the ``fully_shard`` unit of a block with these of its parameters: all, or the trained ones."""
     if ep == 1:
-        return whole
-    from zeroplan.engines.fsdp2.experts import local_layout  # noqa: PLC0415  keeps start-up fast
+        return group_of(parameters, n, symbol)
+    every = tuple(one for one in run.parameters if _is_expert(one))
+    theirs = tuple(one for one in parameters if _is_expert(one))
+    shard, numel = _of_a_rank(parameters, n, tp, ep), sum(one.numel for one in parameters)
+    if not every:
+        return Group(shard, shard * n, numel, symbol)
+    apart, ranks = _of_a_rank(theirs, n, tp, ep), n * tp // ep
+    experts = Apart(
+        ranks, apart, apart * ranks, sum(one.numel for one in theirs), cast_one_by_one(tuple(one.numel for one in theirs)),
+        theirs[-1].numel if theirs else 0, where(_is_narrow(every[0].shape[0], n * tp, ep), 1, 0), where(ranks > 1, 1, 0),
+    )  # fmt: skip
+    return Group(shard, (shard - apart) * n + experts.padded, numel, symbol, experts=experts)
 
-    return local_layout(whole, ep)
+
+def _is_narrow(rows: int, n: Int, ep: int) -> Bool:
+    """Whether there are fewer experts than ``n`` ranks; ``rows`` are this rank's experts."""
+    return n > rows * ep
 
 
-def _block_groups(tree: Layout, n: Int, tp: int, ep: int) -> tuple[Group, ...]:
-    if ep == 1:
-        return tuple(group_of(run.parameters, n, run.name) for run in tree.runs)
-    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  keeps start-up fast
-
-    return tuple(block_group(run, run.parameters, n, tp, ep, run.name) for run in tree.runs)
-
-
-def _trained_groups(tree: Layout, learning: Layout, n: Int, tp: int, ep: int) -> tuple[Group, ...]:
-    """Return the trained part of each block's unit. It has a group of experts if the unit has one, even if none is trained."""
-    named = tuple((run, one.parameters, f"trained_{run.name}") for run, one in zip(tree.runs, learning.runs, strict=True))
-    if ep == 1:
-        return tuple(group_of(parameters, n, name) for _, parameters, name in named)
-    from zeroplan.engines.fsdp2.experts import block_group  # noqa: PLC0415  as above
-
-    return tuple(block_group(run, parameters, n, tp, ep, name) for run, parameters, name in named)
+def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> Int:
+    """Return this rank's chunks of parameters. [elements]"""
+    elements: Int = 0
+    for one in parameters:
+        elements = elements + chunk(one, 1, n=n, tp=tp, ep=ep, in_block=True).numel
+    return elements
 
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
@@ -228,21 +256,25 @@ def _widths_by_rows(parameters: tuple[Parameter, ...]) -> tuple[tuple[int, int],
 
 def local_tensors(tree: Layout, n: Int, tp: int, ep: int) -> tuple[LocalTensor, ...]:
     """Return this rank's chunks of the parameters of a layout, in its order."""
-    chunk = partial(_chunk, n=n)
-    if ep != 1:
-        from zeroplan.engines.fsdp2.experts import chunk as chunk_of_experts  # noqa: PLC0415  as above
-
-        chunk = partial(chunk_of_experts, n=n, tp=tp, ep=ep)
+    of_rank = partial(chunk, n=n, tp=tp, ep=ep)
     return (
-        *(chunk(parameter, 1, in_block=False) for parameter in tree.embeddings),
-        *(chunk(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
-        *(chunk(parameter, 1, in_block=False) for parameter in tree.tail),
+        *(of_rank(parameter, 1, in_block=False) for parameter in tree.embeddings),
+        *(of_rank(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
+        *(of_rank(parameter, 1, in_block=False) for parameter in tree.tail),
     )
 
 
-def _chunk(parameter: Parameter, repeat: int, *, n: Int, in_block: bool) -> LocalTensor:
-    rows, *others = parameter.shape
-    return LocalTensor((ceil_div(rows, n), *others), repeat, in_block, ranks=n, rows=rows)
+def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_block: bool) -> LocalTensor:
+    """Return this rank's chunk: along dim 1 for experts if all ranks outnumber the experts, else along dim 0.
+
+    All ``n·tp`` ranks have experts, since tensor-parallel ranks do not split them.
+    """
+    rows, *rest = parameter.shape
+    if ep == 1 or not _is_expert(parameter):
+        return LocalTensor((ceil_div(rows, n), *rest), repeat, in_block, ranks=n, rows=rows)
+    narrow, ranks = _is_narrow(rows, n * tp, ep), n * tp // ep
+    split = where(narrow, rest[0] // ranks, rest[0])
+    return LocalTensor((where(narrow, rows, ceil_div(rows, ranks)), split, *rest[1:]), repeat, in_block)
 
 
 def parameter_lines(cut: Cut, width: Widths, *, frozen: int) -> tuple[tuple[Line, ...], str]:

@@ -122,6 +122,12 @@ class Plan(NamedTuple):
         return self.blocks, self.kinds
 
     @property
+    def kept_in_a_block(self) -> tuple[tuple[str, tuple[Line, ...]], ...]:
+        """The lines that one block of each run keeps from its forward to its backward."""
+        runs = zip(self.runs, self.passes, self.recomputes, strict=True)
+        return tuple((run.name, one.kept(again)) for run, one, again in runs)
+
+    @property
     def offloaded(self) -> bool:
         """Whether shards and optimizer are in host memory."""
         return self.recipe.fsdp2.cpu_offload

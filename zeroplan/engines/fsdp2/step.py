@@ -19,12 +19,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, without_in
 def moments(plan: Plan, step: tuple[Line, ...]) -> Moments:
     """Return every moment at which memory can peak; ``step``: lines of the optimizer's step. [bytes]"""
     trace = Trace()
-    one = MicroBatch(plan, trace, Units(plan))
-    one.forward()
-    one.loss()
-    one.backward_of_the_ending()
-    one.blocks_backward()
-    one.end_of_backward()
+    MicroBatch(plan, trace, Units(plan)).run_through()
     at_the_end = (*outside.not_reduced(plan), Moment("optimizer step", Phase.STEP, step))
     return Moments((*trace.finished(), *map(entry_of, at_the_end)))
 
@@ -59,6 +54,14 @@ class MicroBatch:
     def below_blocks(self) -> Unit | None:
         """The unit that FSDP2 prefetches while the first block runs its backward."""
         return None if self.ends is None else self.ends.embedding
+
+    def run_through(self) -> None:
+        """Run forward, loss and backward."""
+        self.forward()
+        self.loss()
+        self.backward_of_the_ending()
+        self.blocks_backward()
+        self.end_of_backward()
 
     # --- forward --------------------------------------------------------------------------------------------------------
 

@@ -126,17 +126,28 @@ def _of_group(
     plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int,
     *, backward: int = 0, ranks: Int | None = None, is_root: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
-    (group, trained), what = groups, f"parameters of {name}"
     sharing = plan.n if ranks is None else ranks
-    among = Among.SHARDS if ranks is None else Among.SHARDS_OF_EXPERTS
-    calls = [gather(plan, group, passes * layers, what, Phase.FORWARD, ranks=sharing)]
-    if plan.reshard is not False and backward:
-        again = sharing if plan.reshard is True else plan.reshard
-        calls.append(gather(plan, group, passes * backward, what, Phase.BACKWARD, ranks=again))
-    calls.append(reduce_scatter(plan, trained, reductions * layers, f"gradients of {name}", ranks=sharing))
-    yield from (call._replace(among=among, is_root=is_root) for call in calls)
-    replicas = over_replicas(plan, trained, reductions * layers, f"{REPLICAS} of {name}", mesh.dp_replicate)
-    yield replicas._replace(is_root=is_root)
+    calls = passes * layers, passes * backward if backward and plan.reshard is not False else 0, reductions * layers
+    again = sharing if isinstance(plan.reshard, bool) else plan.reshard
+    for call in of_units(plan, groups, name, calls, ranks=(sharing, again), replicas=mesh.dp_replicate):
+        shards = Among.SHARDS if ranks is None else Among.SHARDS_OF_EXPERTS
+        yield call._replace(among=shards if call.among is Among.SHARDS else call.among, is_root=is_root)
+
+
+def of_units(
+    plan: Plan, groups: tuple[Group, Group], name: str, calls: tuple[Int, Int, Int], *, ranks: tuple[Int, Int], replicas: Int
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield the collectives of units with these parameters, of which the second group is trained.
+
+    ``calls``: how often a step gathers them in forward and in backward, and reduces them. ``ranks``: of the two gathers.
+    """
+    (group, trained), (forward, backward, reductions) = groups, calls
+    yield gather(plan, group, forward, f"parameters of {name}", Phase.FORWARD, ranks=ranks[0])
+    if not isinstance(backward, int) or backward:
+        yield gather(plan, group, backward, f"parameters of {name}", Phase.BACKWARD, ranks=ranks[1])
+    if not isinstance(reductions, int) or reductions:
+        yield reduce_scatter(plan, trained, reductions, f"gradients of {name}", ranks=ranks[0])
+        yield over_replicas(plan, trained, reductions, f"{REPLICAS} of {name}", replicas)
 
 
 def gather(plan: Plan, group: Group, calls: Int, what: str, phase: Phase, *, ranks: Int) -> Collective:

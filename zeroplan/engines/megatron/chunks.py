@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.megatron.schedule import order_of
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, for_each_row
 from zeroplan.spec.described import Job
 from zeroplan.spec.megatron import chunks_of
 from zeroplan.spec.model import ModelSpec
@@ -158,18 +158,11 @@ def fullest(
     >>> fullest(Schedule(3, 2, 2), ((3,), (1,)), 4, (1,), loss=False)
     (12,)
     """
-    if isinstance(micro_batches, int) and all(isinstance(weight, int) for weight in weights):
-        return _fullest(schedule, each, micro_batches, weights, loss=loss)
-    import numpy as np  # noqa: PLC0415  keeps start-up fast
-
-    columns = np.broadcast_arrays(micro_batches, *weights)
-    rows = zip(*(column.ravel().tolist() for column in columns), strict=True)
-    found = np.array([_fullest(schedule, each, steps, tuple(bytes_of), loss=loss) for steps, *bytes_of in rows], dtype=np.int64)
-    return tuple(kind.reshape(columns[0].shape) for kind in found.T)
+    return for_each_row(lambda steps, *bytes_of: _fullest(schedule, each, steps, bytes_of, loss=loss), micro_batches, *weights)
 
 
 def _fullest(
-    schedule: Schedule, each: tuple[Counts, ...], micro_batches: int, weights: tuple[Int, ...], *, loss: bool
+    schedule: Schedule, each: tuple[Counts, ...], micro_batches: int, weights: tuple[int, ...], *, loss: bool
 ) -> Counts:
     few = min(micro_batches, 4 * schedule.group + micro_batches % schedule.group)  # later groups repeat the earlier ones
     found = (
@@ -222,13 +215,12 @@ def left_behind(
     >>> left_behind(Schedule(0, 1, 1), (4,), (4,), 8, received=False)
     Behind(forward=3, loss=0, backward=2, embedding=7, step=8)
     """
-    if not isinstance(micro_batches, int):
-        import numpy as np  # noqa: PLC0415  keeps start-up fast
 
-        rows = [left_behind(schedule, layers, routed, one, received=received) for one in micro_batches.ravel().tolist()]
-        return Behind(*(np.array(column).reshape(micro_batches.shape) for column in zip(*rows, strict=True)))
-    few = min(micro_batches, 4 * schedule.group + micro_batches % schedule.group)
-    return _behind(schedule, layers, routed, few, received=received)
+    def at(steps: int) -> Behind:
+        few = min(steps, 4 * schedule.group + steps % schedule.group)
+        return _behind(schedule, layers, routed, few, received=received)
+
+    return Behind(*for_each_row(at, micro_batches))
 
 
 @lru_cache(maxsize=1024)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from zeroplan import ledger
 from zeroplan.ledger import Kind, Line, Role, Tag
-from zeroplan.numeric import Int, where
+from zeroplan.numeric import Int, for_each_row, where
 from zeroplan.spec.described import Job
 from zeroplan.transformer.megatron import element_of, own_part, own_part_formula
 
@@ -82,16 +82,12 @@ def left_of(stage: Stage, *, overlapped: bool) -> Left:
 
 def _left_between_chunks(stage: Stage, *, overlapped: bool) -> Left:
     """Return the numbers for the interleaved schedule: at each moment, the largest of all forward-backward pairs."""
-    steps = stage.micro_batches
-    if not isinstance(steps, int):
-        import numpy as np  # noqa: PLC0415  keeps start-up fast
 
-        every = [
-            _left_between_chunks(stage._replace(micro_batches=one), overlapped=overlapped) for one in steps.ravel().tolist()
-        ]
-        return Left(*(np.array(column).reshape(steps.shape) for column in zip(*every, strict=True)))
-    few = stage._replace(micro_batches=min(steps, 4 * stage.group + steps % stage.group))
-    return _most_of(few, overlapped=overlapped)
+    def at(steps: int) -> Left:
+        few = min(steps, 4 * stage.group + steps % stage.group)
+        return _most_of(stage._replace(micro_batches=few), overlapped=overlapped)
+
+    return Left(*for_each_row(at, stage.micro_batches))
 
 
 @lru_cache(maxsize=1024)

@@ -12,12 +12,13 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zeroplan.engines.account import Account, PipelineRank, Symbol
-from zeroplan.engines.formulas import product, several
+from zeroplan.engines.formulas import several
 from zeroplan.engines.fsdp2 import notes_of
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline.host import in_host_memory
+from zeroplan.engines.pipeline.lines import plain
 from zeroplan.engines.pipeline.moments import moments_of
 from zeroplan.engines.pipeline.schedule import STAGES_AT_ONCE, Place
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
@@ -266,7 +267,7 @@ def _joined(lines: Iterator[Line]) -> tuple[Line, ...]:
         key = (line.kind, line.reason)
         before = found.get(key)
         found[key] = line._replace(n_bytes=line.n_bytes + (0 if before is None else before.n_bytes))
-    return tuple(line._replace(formula=product(1, line.n_bytes)) for line in found.values())
+    return tuple(map(plain, found.values()))
 
 
 def cut_lines(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> tuple[Line, ...]:
@@ -325,4 +326,4 @@ def _temporaries(recipe: RecipeSpec, stages: tuple[StagePlan, ...]) -> tuple[Lin
     tensors = tuple(tensor for stage in stages for tensor in stage.plan.local_tensors)
     plan = stages[0].plan
     made = step_temporary_lines(recipe.optimizer, plan.impl, tensors, plan.width.stored, symbol="")
-    return tuple(line._replace(formula=product(1, line.n_bytes)) for line in made)
+    return tuple(map(plain, made))

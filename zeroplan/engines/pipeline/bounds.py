@@ -7,8 +7,8 @@ alive in a pass, in any order. So a pass whose bound is below another pass's pea
 from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
+from zeroplan.engines.pipeline.lines import elements_of
 from zeroplan.engines.pipeline.stage import StagePlan
-from zeroplan.engines.pipeline.tensor import elements_of
 from zeroplan.engines.pipeline.waiting import Sizes
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import total_bytes

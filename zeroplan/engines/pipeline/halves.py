@@ -10,8 +10,16 @@ from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, sizes_of_block, taken_up
-from zeroplan.engines.pipeline.lines import kept_of_all, root_sizes, unsharded_parameters
+from zeroplan.engines.pipeline.lines import (
+    accumulated,
+    as_made,
+    in_elements,
+    kept_of_all,
+    root_sizes,
+    sizes_of_block,
+    taken_up,
+    unsharded_parameters,
+)
 from zeroplan.engines.pipeline.passes import earlier_gradients
 from zeroplan.engines.pipeline.stage import Split, StagePlan
 from zeroplan.engines.pipeline.waiting import Rank

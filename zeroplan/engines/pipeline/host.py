@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.formulas import product, several
+from zeroplan.engines.formulas import several
 from zeroplan.engines.fsdp2 import activations_away
 from zeroplan.engines.pinned import beyond, beyond_symbol
+from zeroplan.engines.pipeline.lines import plain
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
@@ -37,8 +38,7 @@ def _states_of(stage: StagePlan) -> Iterator[Line]:
     plan = stage.plan
     if plan.offloaded:
         gradients = plan.reduced_gradients(plan.every_layer, "after backward", plan.trained_outside)
-        for line in (*plan.in_host_memory, gradients):
-            yield line._replace(formula=product(1, line.n_bytes))
+        yield from map(plain, (*plan.in_host_memory, gradients))
 
 
 def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[Line, Int]:

@@ -12,22 +12,21 @@ from zeroplan.engines.fsdp2.outside import made_by_the_ending, summed_up
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.step import MicroBatch
-from zeroplan.engines.pipeline import tensor
-from zeroplan.engines.pipeline.gradients import (
+from zeroplan.engines.pipeline.lines import (
     accumulated,
     as_made,
-    made_bytes,
-    made_line,
-    root_gradients,
-    sizes_of_block,
-    taken_up,
-)
-from zeroplan.engines.pipeline.lines import (
     flowing_line,
     gathered_at_once,
     kept_before,
     kept_of_all,
+    made_bytes,
+    made_line,
+    root_gradients,
     root_sizes,
+    sizes_of_block,
+    split_embedding_backward,
+    split_head_forward,
+    taken_up,
     unsharded_parameters,
 )
 from zeroplan.engines.pipeline.waiting import Rank, in_flight_line, of_the_head, waiting_lines
@@ -179,7 +178,7 @@ class StagePass(MicroBatch):
         trace.hold("head", *plan.head.saved)
         trace.at("head, forward", Phase.FORWARD)
         if self.stage.by_rank is not None:
-            tensor.head_forward(plan, self.stage.by_rank, trace)
+            split_head_forward(plan, self.stage.by_rank, trace)
         elif not self.whole or self.stage.is_chunked:
             self.trace.pass_by(*made_by_the_ending(plan))
         trace.drop("by name", "parked")
@@ -352,7 +351,7 @@ class StagePass(MicroBatch):
         if not first.numel:
             return
         if plan.at_embedding is not None:
-            tensor.embedding_backward(plan.at_embedding, trace, flow)
+            split_embedding_backward(plan.at_embedding, trace, flow)
         elif stage.stage.is_first:
             trace.at("backward of the embedding", Phase.BACKWARD)
             self.trace.pass_by(made_line(plan, plan.width.compute * first.numel, "the embedding's of this micro-batch"), flow)

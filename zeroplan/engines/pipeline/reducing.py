@@ -1,19 +1,34 @@
-"""The moments of reducing a stage's gradients after all micro-batches."""
+"""The moments of reducing a stage's gradients after all micro-batches.
+
+If experts are on several ranks, FSDP2 shards each block in two param groups. Everything but the experts is gathered, copied out
+and, under a schedule, reduced first; the experts follow. Only the second reduction frees the inputs of earlier ones (torch 2.13,
+``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, ``post_backward``; ``torch/distributed/pipelining/stage.py``,
+``perform_reduce_grad``).
+"""
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.engines.fsdp2 import buffers
-from zeroplan.engines.fsdp2.buffers import reduce_output_bytes
-from zeroplan.engines.fsdp2.groups import Group
+from zeroplan.engines.fsdp2.buffers import reduce_input, reduce_output_bytes
+from zeroplan.engines.fsdp2.groups import Apart, Group, param_groups
+from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
-from zeroplan.engines.pipeline.gradients import accumulated, as_made, in_elements, named_bytes, reduced, sizes_of_block
-from zeroplan.engines.pipeline.lines import unsharded_parameters
-from zeroplan.engines.pipeline.tensor import taking_its_share
+from zeroplan.engines.pipeline.lines import (
+    accumulated,
+    as_made,
+    in_elements,
+    named_bytes,
+    plain,
+    reduced,
+    sizes_of_block,
+    taking_its_share,
+    unsharded_parameters,
+)
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import maximum
+from zeroplan.numeric import Int, maximum
 
 
 class _Turn(NamedTuple):
@@ -83,9 +98,7 @@ class _Reducing:
         if plan.blocks[run].experts is None:
             yield self.reduction(plan.trained_blocks[run], last, name, alive)
             return
-        from zeroplan.engines.pipeline import experts  # noqa: PLC0415  keeps start-up fast
-
-        yield from experts.reducing(plan, run, self.width, name, (alive, experts.waiting(plan, run, is_first=is_first)))
+        yield from _with_experts(plan, run, self.width, name, (alive, _input_before(plan, run, is_first=is_first)))
 
     def alive(self, turn: _Turn) -> tuple[Line, ...]:
         """Return the lines beside the current unit: gradients or shards of the others, and units that are not resharded yet."""
@@ -116,3 +129,59 @@ def _done(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...]) -> It
         held = plan.replicated * plan.reduce_bytes * plan.trained_shards(layers, outside)
         line = Line(Kind.REDUCE, held, "all-reduces over replicas, held until all are over", source=REDUCE)
         yield in_elements(line, plan.reduce_bytes)
+
+
+def _with_experts(
+    plan: Plan, run: int, width: int, name: str, there: tuple[tuple[Line, ...], tuple[Line, ...]]
+) -> Iterator[Moment]:  # fmt: skip
+    """Yield the reduction of a block's other parameters, while its experts are unsharded, and then that of the experts.
+
+    ``there``: lines alive in both, and lines alive only in the first. Gradients are ``width`` bytes wide until then.
+    """
+    alive, waiting = there
+    group = plan.blocks[run]
+    apart = _apart(group)
+    others = group.beside_experts
+    theirs = (
+        _of(Kind.UNSHARDED_PARAMETERS, plan.width.compute * apart.padded, "its experts, unsharded"),
+        _of(Kind.UNSHARDED_GRADIENTS, width * apart.numel, "its experts' gradients"),
+    )
+    last = [one.numel for one in plan.runs[run].parameters if one.active_share == (1, 1)][-1]
+    made = maximum(width * others.numel, reduce_output_bytes(plan, others) + named_bytes(plan, width, last))
+    copied = _of(
+        Kind.UNSHARDED_GRADIENTS, made, "the others' while copied in, or the reduce-scatter output and the last of them"
+    )
+    into = plain(reduce_input(plan, others, "reduce-scatter input of what is not the experts'"))
+    yield Moment(f"reducing {name} beside its experts", Phase.BACKWARD, (*alive, *theirs, *waiting, into, copied))
+    shards = _of(Kind.GRADIENTS, plan.width.stored * others.shard, "this rank's chunk of the others' gradients")
+    apart_too = 0 if plan.reduce_bytes == plan.width.stored else plan.reduce_bytes  # the all-reduce's own is a copy then
+    held = _of(Kind.REDUCE, plan.replicated * apart_too * others.shard, "the others' all-reduce over replicas, held")
+    into = _of(Kind.REDUCE, plan.reduce_bytes * apart.padded, "reduce-scatter input of its experts")
+    yield Moment(
+        f"reducing the experts of {name}",
+        Phase.BACKWARD,
+        (*alive, shards, held, into, _experts_made(plan, group, apart, width)),
+    )
+
+
+def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
+    """Return the experts' gradients in their reduction. A variable holds the last one until it ends."""
+    _, theirs = param_groups(group, plan.gathers, "", plan.n)
+    copied = experts_copied_or_reduced(plan, theirs, width)
+    named = apart.gathers * named_bytes(plan, width, apart.last) + reduce_output_bytes(plan, group.of_experts)
+    return _of(Kind.UNSHARDED_GRADIENTS, maximum(copied, named), "the experts' while copied in, or the reduce-scatter output")
+
+
+def _input_before(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
+    """Return the input of the previous reduction, of the same group unless it is the first; it lives until the experts' begins."""
+    before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
+    return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
+
+
+def _of(kind: Kind, n_bytes: Int, reason: str) -> Line:
+    return plain(Line(kind, n_bytes, reason, source=REDUCE))
+
+
+def _apart(group: Group) -> Apart:
+    assert group.experts is not None  # noqa: S101  asked of blocks with experts only
+    return group.experts

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from zeroplan.engines.pipeline.halves_order import v_shaped, zero_bubble
-from zeroplan.engines.pipeline.order import Action, interleaved
+from zeroplan.engines.pipeline.order import Action, interleaved, v_shaped, zero_bubble
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule
 
 if TYPE_CHECKING:

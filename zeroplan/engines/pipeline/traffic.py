@@ -6,11 +6,10 @@ unsharded.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.fsdp2.traffic import EXPERTS, REPLICAS, ROOT, gather, of_muon, over_replicas, reduce_scatter
+from zeroplan.engines.fsdp2.traffic import EXPERTS, ROOT, of_muon, of_units
 from zeroplan.engines.pipeline.schedule import Place
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import Gathers, gathers, unshards
@@ -65,20 +64,11 @@ def _of_stage(stage: StagePlan, gathers: Gathers, once: Gathers, mesh: Mesh) -> 
     for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
         if groups[0].experts is not None:
             name, ranks = f"{EXPERTS} {run.words} blocks", groups[0].experts.ranks
-            theirs = Gathered(groups[0].of_experts, groups[1].of_experts, run.layers, name)
-            for call in _of_units(plan, theirs, gathers, mesh, ranks):
+            theirs = groups[0].of_experts, groups[1].of_experts
+            for call in _of_units(plan, theirs, run.layers, name, gathers, mesh, ranks):
                 yield call._replace(among=Among.SHARDS_OF_EXPERTS) if call.among is Among.SHARDS else call
-        beside = Gathered(groups[0].beside_experts, groups[1].beside_experts, run.layers, f"{run.words} blocks")
-        yield from _of_units(plan, beside, gathers, mesh, plan.n)
-
-
-class Gathered(NamedTuple):
-    """Units of one kind: the gathered group, its trained part, the number of units, and their name."""
-
-    group: Group
-    trained: Group
-    times: int
-    name: str
+        beside = groups[0].beside_experts, groups[1].beside_experts
+        yield from _of_units(plan, beside, run.layers, f"{run.words} blocks", gathers, mesh, plan.n)
 
 
 def _outside(plan: Plan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:
@@ -89,21 +79,17 @@ def _outside(plan: Plan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterato
     (*_, last), (*_, trained) = plan.outside, plan.trained_outside
     name = ROOT if plan.ends is None else "final norm and head"
     if plan.ends is not None and plan.ends.embedding.numel:
-        embedding = Gathered(plan.ends.embedding, plan.ends.trained_embedding, 1, "the embedding")
-        yield from _of_units(plan, embedding, gathers, mesh, plan.n)
+        embedding = plan.ends.embedding, plan.ends.trained_embedding
+        yield from _of_units(plan, embedding, 1, "the embedding", gathers, mesh, plan.n)
     if last.numel:
-        yield from _of_units(plan, Gathered(last, trained, 1, name), once, mesh, plan.n)
+        yield from _of_units(plan, (last, trained), 1, name, once, mesh, plan.n)
 
 
-def _of_units(plan: Plan, units: Gathered, gathers: Gathers, mesh: Mesh, ranks: Int) -> Iterator[Collective]:
-    group, trained, times, name = units
-    what = f"parameters of {name}"
-    yield gather(plan, group, times * gathers.forward, what, Phase.FORWARD, ranks=ranks)
-    if gathers.backward:
-        yield gather(plan, group, times * gathers.backward, what, Phase.BACKWARD, ranks=ranks)
-    if trained.numel:
-        yield reduce_scatter(plan, trained, times, f"gradients of {name}", ranks=ranks)
-        yield over_replicas(plan, trained, times, f"{REPLICAS} of {name}", mesh.dp_replicate)
+def _of_units(
+    plan: Plan, groups: tuple[Group, Group], layers: int, name: str, gathers: Gathers, mesh: Mesh, ranks: Int
+) -> Iterator[Collective]:  # fmt: skip
+    calls = layers * gathers.forward, layers * gathers.backward, layers if groups[1].numel else 0
+    yield from of_units(plan, groups, name, calls, ranks=(ranks, ranks), replicas=mesh.dp_replicate)
 
 
 def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:

@@ -6,8 +6,18 @@ from typing import NamedTuple
 from zeroplan.engines.formulas import several
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
-from zeroplan.engines.pipeline.gradients import HALVES, accumulated, as_made, in_elements, made_bytes, made_line, reduced
-from zeroplan.engines.pipeline.lines import AT_ONCE, stays_unsharded, unsharded_parameters
+from zeroplan.engines.pipeline.lines import (
+    AT_ONCE,
+    HALVES,
+    accumulated,
+    as_made,
+    in_elements,
+    made_bytes,
+    made_line,
+    reduced,
+    stays_unsharded,
+    unsharded_parameters,
+)
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes

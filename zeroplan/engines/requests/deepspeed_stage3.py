@@ -7,7 +7,7 @@ from zeroplan.engines.deepspeed.abandoned import abandoned_states
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.order import FORWARD
-from zeroplan.engines.deepspeed.quantized_gradients import Memory, Split, applies, is_quantized, quantized, sent_bytes
+from zeroplan.engines.deepspeed.quantized_gradients import IN_4_BITS, NAMES, Split, applies, is_quantized, quantized, sent_bytes
 from zeroplan.engines.deepspeed.sources import NORM_PIECE
 from zeroplan.engines.deepspeed.stage3.job import make_job, numels, pass_of
 from zeroplan.engines.deepspeed.stage3.step import groups_of
@@ -24,7 +24,6 @@ from zeroplan.transformer.families.tape import Do
 _GATHERS, _REDUCES = 1, 2
 """Numbers of the streams for gathers and for bucket reductions with ``overlap_comm``."""
 _FP64 = 8
-_IN_4_BITS = "gradients in 4 bits, their scales, and what comes of them"
 
 
 class Step(OneByOne):
@@ -258,19 +257,18 @@ class Step(OneByOne):
         """``all_to_all_quant_reduce``: send each gradient in 4 bits, within and across nodes; reduce-scatter the others (qgZ)."""
         log, job = self.log, self.job
         split = Split(self.ranks, self.options.gpus_per_node, job.element, job.kept)
-        memory = _InLog(log)
         for each in inside:
             shape, elements = each.parameter.shape, round_up(numel(each), self.ranks)
             if is_quantized(shape, self.ranks):
-                quantized(memory, shape, split)
+                quantized(log, shape, split)
                 near, far = sent_bytes(shape, split)
                 log.call("all_to_all", near, split.local)
                 log.call("all_to_all", far, split.nodes)
                 continue
             if numel(each) % self.ranks:
-                memory.hold(job.element * elements)
+                log.request("reduced", job.element * elements, Kind.REDUCE, IN_4_BITS)
             log.call("reduce_scatter", job.element * elements, self.ranks)
-        memory.forget()
+        log.release(*NAMES)
         self._widen(inside)
 
     def _partition_gradient(self, each: Placed) -> None:
@@ -340,36 +338,6 @@ class Step(OneByOne):
             n_bytes = self.job.element * round_up(numel(self.job.every.placed[index]), self.ranks)
             self.log.request(gathered(index), n_bytes, Kind.GATHER, "persistent parameter")
             self.log.call("all_gather", n_bytes, self.ranks)
-
-
-class _InLog(Memory):
-    """Writes the allocations of :func:`quantized` as requests. Unnamed memory stays until the bucket is reduced."""
-
-    def __init__(self, log: Log) -> None:
-        super().__init__()
-        self.log = log
-
-    def name(self, **made: int) -> None:
-        """Assign new tensors to variables, which frees the variables' old tensors."""
-        for name, n_bytes in made.items():
-            self.log.request(("new", name), n_bytes, Kind.REDUCE, _IN_4_BITS)
-        for name in made:
-            self.log.release(("named", name))
-            self.log.rename(("new", name), ("named", name))
-        self._names |= made
-
-    def hold(self, n_bytes: int) -> None:
-        """Request memory, or release it if ``n_bytes`` is negative."""
-        if n_bytes > 0:
-            self.log.request("reduced", n_bytes, Kind.REDUCE, _IN_4_BITS)
-        else:
-            self.log.part("reduced", -n_bytes, "gone")
-            self.log.release("gone")
-
-    def forget(self) -> None:
-        """Release all variables as the function returns."""
-        self.log.release(*(("named", name) for name in self._names))
-        self._names.clear()
 
 
 step_of = Step

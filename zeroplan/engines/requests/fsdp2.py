@@ -10,7 +10,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from zeroplan.engines.fsdp2 import lines
-from zeroplan.engines.fsdp2.groups import ParamGroup
+from zeroplan.engines.fsdp2.groups import ParamGroup, chunk
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.split import summed
@@ -18,7 +18,7 @@ from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.units import UnitPass
 from zeroplan.ledger import Among, Kind
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch, of_a_rank
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -69,11 +69,8 @@ class Cutting:
 
     def chunk(self, parameter: Parameter) -> tuple[int, ...]:
         """Return the shape of this rank's chunk."""
-        if self.ep != 1:
-            from zeroplan.engines.fsdp2.experts import chunk  # noqa: PLC0415  keeps start-up fast
-
-            return tuple(map(int, chunk(parameter, 1, n=self.n, tp=self.tp, ep=self.ep, in_block=True).shape))
-        return ceil_div(parameter.shape[0], self.n), *parameter.shape[1:]
+        one = chunk(parameter, 1, n=self.n, tp=self.tp, ep=self.ep, in_block=True)
+        return tuple(map(int, one.shape))
 
     def width(self, parameter: Parameter) -> int:
         """Return the stored width of a parameter's element. [bytes]"""

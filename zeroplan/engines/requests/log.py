@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-from zeroplan.engines.requests.stretches import Stretch
 from zeroplan.ledger import Among, Collective, Kind, Line, Phase
 from zeroplan.numeric import Int
 
@@ -70,8 +69,6 @@ class Log:
         """The deed of the first matrix product in forward and backward, where cuBLAS allocates its workspace."""
         self.held: dict[Hashable, list[int]] = {}
         """Indices of each key's requests. A program that runs alternately with others has its own dictionary while it runs."""
-        self._alike: dict[tuple[int, int], list[Request]] = {}
-        """The requests of a layer's stretch, which are the same in every micro-batch."""
 
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
@@ -94,22 +91,9 @@ class Log:
         """Request memory, if any, and hold it under a key."""
         if n_bytes:
             place = len(self.requests)
-            self.requests.append(Request(n_bytes, kind, reason, self.layer, self.stream))
+            self.requests.append(tuple.__new__(Request, (n_bytes, kind, reason, self.layer, self.stream)))  # quicker
             self.deeds.append(place)
             self.held.setdefault(key, []).append(place)
-
-    def stretch(self, layer: int, one: Stretch, ends: dict[int, Hashable]) -> None:
-        """Replay a stretch of a layer's program. The keys of its lasting tensors are the layer and the place, or from ``ends``."""
-        key, base, held = (id(one), layer), len(self.requests), self.held
-        if key not in self._alike:
-            self._alike[key] = [Request(*asked, layer, self.stream) for asked in one.requests]
-        self.requests += self._alike[key]
-        for deeds, place in one.parts:
-            self.deeds += [deed + base if deed >= 0 else deed - base for deed in deeds]
-            if gone := held.pop(ends.get(place, (layer, place)), None):
-                self.deeds += [-1 - at for at in gone]
-        for place, requests in one.kept:
-            held[layer, place] = [base + at for at in requests]
 
     def mark(self, key: Hashable) -> None:
         """Mark everything under a key as used by another stream (``record_stream``)."""
@@ -127,8 +111,8 @@ class Log:
     def release(self, *keys: Hashable) -> None:
         """Release everything under these keys, in the order of the requests."""
         for key in keys:
-            if held := self.held.pop(key, None):
-                self.deeds += [-1 - place for place in held]
+            for place in self.held.pop(key, ()):
+                self.deeds.append(-1 - place)
 
     # What programs call that also write moments.
 

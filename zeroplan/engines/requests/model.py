@@ -6,7 +6,6 @@ from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log
-from zeroplan.engines.requests.stretches import Stretch, stretches
 from zeroplan.ledger import Among, Kind, Phase, Role
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -40,7 +39,6 @@ class ModelPass:
         model.
         """
         self.log, self.recipe, self.per_step = log, recipe, batch.grad_accum_steps
-        self._stretches: dict[tuple[int, bool], tuple[Stretch | Instruction, ...]] = {}
         self.blocks: tuple[Sized, ...] = ()
         self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
         self.upcasts_norms, self.upcasts_ends = model.upcasts_norms, model.upcasts_ends
@@ -248,20 +246,20 @@ class ModelPass:
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
-        """Write a program, in whole stretches unless a matrix product is awaited."""
+        """Write a program. Until a matrix product that is awaited, requests are the engine's concern, too (:meth:`_do`)."""
         waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
-        ends = self._ends(layer, sized)
-        for one in (sized.forward if forward else sized.backward) if waits else self._in_stretches(sized, forward=forward):
-            if isinstance(one, Stretch):
-                self.log.stretch(layer, one, ends)
-            else:
+        ends, log, requests, releases = self._ends(layer, sized), self.log, Do.REQUEST, Do.RELEASE
+        for one in sized.forward if forward else sized.backward:
+            do, place, size, pieces, kind, reason, _, _ = one
+            if waits or not (do is requests or do is releases):
                 self._do(layer, one, ends, forward=forward)
-
-    def _in_stretches(self, sized: Sized, *, forward: bool) -> tuple[Stretch | Instruction, ...]:
-        key = id(sized), forward
-        if key not in self._stretches:
-            self._stretches[key] = stretches(sized, forward=forward)
-        return self._stretches[key]
+                continue
+            key = ends.get(place, (layer, place))
+            if do is releases:
+                log.release(key)
+            else:
+                for _ in range(pieces):
+                    log.request(key, size, kind, reason)
 
     def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
         do, place, size, pieces, kind, reason, multiplies, sends = one

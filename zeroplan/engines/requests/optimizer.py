@@ -3,8 +3,15 @@
 from collections.abc import Iterable, Sequence
 
 from zeroplan.engines.muon import step_of, updated_by_muon
-from zeroplan.engines.optimizers import LocalTensor, foreach_copies, state_lines, states_from_the_start, step_temporary_lines
-from zeroplan.engines.published_optimizers import PUBLISHED
+from zeroplan.engines.optimizers import (
+    LocalTensor,
+    foreach_copies,
+    needs_of,
+    state_lines,
+    states_from_the_start,
+    step_counters,
+    step_temporary_lines,
+)
 from zeroplan.engines.requests.log import Log
 from zeroplan.ledger import Among, Kind, Line
 from zeroplan.numeric import Int
@@ -33,7 +40,7 @@ class Update:
         """Request the states of these tensors, unless they exist."""
         for tensor in () if self.has_states else _each(tensors):
             log.put("states", *self._states(tensor))
-        if self.optimizer in PUBLISHED and PUBLISHED[self.optimizer].tables and not self.has_states:  # all tensors share them
+        if needs_of(self.optimizer).tables and not self.has_states:  # all tensors share them
             maps = state_lines(self.optimizer, self.impl, list(_each(tensors)), self.width)[-1]
             log.put("states", maps)
         self.has_states = True
@@ -73,20 +80,11 @@ class Update:
     def _states(self, tensor: LocalTensor) -> tuple[Line, ...]:
         """Return the states of one tensor, cached because layers have tensors of the same shapes."""
         if tensor not in self._of_states:
-            lines = state_lines(self.optimizer, self.impl, (tensor,), self.width)
-            if self.optimizer in PUBLISHED:  # momentum and variance are in one line; all tensors share the maps
-                held = PUBLISHED[self.optimizer].states
-                lines = tuple(
-                    [
-                        line._replace(n_bytes=line.n_bytes // one.alike)
-                        for line, one in zip(lines, held, strict=False)
-                        for _ in range(one.alike)
-                    ]
-                )
-            elif self.optimizer == "muon":
-                momentum, others = lines
-                lines = momentum, *(2 * (others._replace(n_bytes=others.n_bytes // 2),))
-            self._of_states[tensor] = lines
+            held = zip(
+                state_lines(self.optimizer, self.impl, (tensor,), self.width), needs_of(self.optimizer).states, strict=False
+            )
+            lines = [line._replace(n_bytes=line.n_bytes // one.alike) for line, one in held for _ in range(one.alike)]
+            self._of_states[tensor] = (*lines, *step_counters(self.optimizer, self.impl, 1))
         return self._of_states[tensor]
 
     def _temporaries(self, tensor: LocalTensor) -> tuple[Line, ...]:

@@ -10,9 +10,9 @@ from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
 from zeroplan.engines.pipeline import arranged, cut_lines, received_lines
+from zeroplan.engines.pipeline.lines import whole_embedding
 from zeroplan.engines.pipeline.schedule import Passes
 from zeroplan.engines.pipeline.stage import StagePlan, layers_of, stage_plans
-from zeroplan.engines.pipeline.tensor import whole_embedding
 from zeroplan.engines.pipeline.traffic import SEND
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.requests import fsdp2

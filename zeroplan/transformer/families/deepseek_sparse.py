@@ -32,7 +32,6 @@ GLM = "transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py"
 INDEXER = f"{V32}, DeepseekV32Indexer.forward"
 MASK = f"{V32}, DeepseekV32Attention.forward"
 ROTARY = f"{V32}, apply_rotary_pos_emb"
-PAIRED = f"{GLM}, apply_rotary_pos_emb_interleave"
 
 
 class Untracked:
