@@ -316,10 +316,10 @@ class StagePass(MicroBatch):
     def _casts(self, one: BlockPass) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """Yield the moments when autograd casts each gradient, while the operator's result is still alive."""
         plan, before = self.plan, 0
-        for handed in one.handed:
-            n_bytes = plan.reduce_bytes * handed.gradients + plan.width.compute * (handed.gradients - before)
-            before = handed.gradients
-            yield "a gradient is cast", (handed.lines, (made_line(plan, n_bytes, "this block's, made so far and cast"),))
+        for arrival in one.handed:
+            n_bytes = plan.reduce_bytes * arrival.gradients + plan.width.compute * (arrival.gradients - before)
+            before = arrival.gradients
+            yield "a gradient is cast", (arrival.lines, (made_line(plan, n_bytes, "this block's, made so far and cast"),))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """Accumulate a block's gradients, or cast the first ones to the reduction's dtype."""

@@ -27,7 +27,7 @@ from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, OffGpu, Phase, total_bytes
 from zeroplan.numeric import Int
-from zeroplan.transformer.families.halves import SPLIT_BACKWARD, Halves, Point, Weights
+from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, Point, SplitBackward, Weights
 
 T = TypeVar("T")
 WAITING = "gradients that wait for the second half, of the blocks above"
@@ -72,7 +72,7 @@ def _gradients(n_bytes: Int) -> Line:
     return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, reason, product(1, n_bytes), SPLIT_BACKWARD)
 
 
-def _through(block: Halves, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
+def _through(block: SplitBackward, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
     """Yield the highest moment of a block without CUDA kernels' workspace, and all moments with such a workspace."""
     plain = [point for point in block.points if not _has_scratch(point)]
     for point in (
