@@ -3,6 +3,7 @@
 They call the same functions as the command line. ``server.py`` has the protocol.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -245,17 +246,18 @@ def _property(one: Declared) -> dict[str, object]:
     return {"type": only, "description": _short_help(one.help)} if types else {"description": _short_help(one.help)}
 
 
-#: The longest description of an option. [characters]
-_LONGEST = 180
+#: The longest description of an option that is given as it is. [characters]
+_LONGEST = 150
+_IN_BRACKETS = re.compile(r" \([^()]*\)")
 
 
 def _short_help(help_text: str) -> str:
-    """Return a help text, or the first sentence and the default of a long one."""
+    """Return a help text, or the first sentence and the default of a long one, without remarks in brackets."""
     if len(help_text) <= _LONGEST:
         return help_text
     first, stop, rest = help_text.partition(". ")
     default = rest.rfind("(default")
-    return f"{first}{stop}{rest[default:] if default >= 0 else ''}".strip()
+    return f"{_IN_BRACKETS.sub('', first)}{stop}{rest[default:] if default >= 0 else ''}".strip()
 
 
 def _job(what: str) -> dict[str, object]:

@@ -207,7 +207,8 @@ class _Source(NamedTuple):
         if found is not None:
             return found
         if fallback is None:
-            raise SpecError(f"{self.key(field)} is null in config.json; write its number")
+            key = self.key(field)
+            raise SpecError(f"{key} is null in config.json; write its number" if key in self.config else f"lacks {key}; add it")
         return fallback
 
     def optional_integer(self, field: str, *, least: int = 1) -> int | None:

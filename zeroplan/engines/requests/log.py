@@ -49,7 +49,7 @@ class Log:
     >>> log.request("weights", 4, Kind.PARAMETERS, "weights")
     >>> log.request("input", 2, Kind.ACTIVATIONS, "an input")
     >>> log.release("weights")
-    >>> log.deeds, log.requests[1].n_bytes
+    >>> log.events, log.requests[1].n_bytes
     ([0, 1, -1], 2)
     """
 

@@ -248,7 +248,7 @@ _CONFIG = CONFIG._replace(
     },
 )  # fmt: skip
 _DELTA_MODULES = (
-    *(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.conv1d", "self_attn.forget_gate", "self_attn.forget_gate.f_a_proj",
+    *(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.forget_gate", "self_attn.forget_gate.f_a_proj",
     "self_attn.forget_gate.f_b_proj", "self_attn.b_proj", "self_attn.g_a_proj", "self_attn.g_b_proj", "self_attn.o_norm",
 )  # fmt: skip
 _BEFORE = (
