@@ -9,7 +9,7 @@ from random import Random
 from zeroplan.spec.profile import (
     Amount,
     Flash,
-    Handed,
+    GradientArrival,
     Modules,
     Multiplied,
     Part,
@@ -165,5 +165,7 @@ def _flash(draw: Random) -> Flash:
     )  # makes no draw: others stay as they are
 
 
-def _handed(draw: Random, tensors: Sequence[Tensor]) -> tuple[Handed, ...]:
-    return tuple(Handed(name=each.name, saved=_amount(draw), working=_amount(draw)) for each in tensors if not each.frozen)
+def _handed(draw: Random, tensors: Sequence[Tensor]) -> tuple[GradientArrival, ...]:
+    return tuple(
+        GradientArrival(name=each.name, saved=_amount(draw), working=_amount(draw)) for each in tensors if not each.frozen
+    )

@@ -3,7 +3,7 @@
 from zeroplan.spec.profile import (
     Amount,
     Flash,
-    Handed,
+    GradientArrival,
     Modules,
     Part,
     Point,
@@ -16,9 +16,9 @@ from zeroplan.spec.profile import (
 )
 
 
-def handed(*names: str, width: int) -> tuple[Handed, ...]:
+def handed(*names: str, width: int) -> tuple[GradientArrival, ...]:
     saved, working = Amount(tokens=4 * width), Amount(tokens=2 * width)
-    return tuple(Handed(name=name, saved=saved, working=working) for name in names)
+    return tuple(GradientArrival(name=name, saved=saved, working=working) for name in names)
 
 
 def block(width: int, *names: str) -> ProfiledBlock:

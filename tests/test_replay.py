@@ -198,7 +198,7 @@ def _sent_as_estimated(collectives: tuple[Collective, ...]) -> _Sent:
 
 def _live(log: Log) -> list[int]:
     """Bytes alive after each request and release."""
-    return list(accumulate(log.requests[one].n_bytes if one >= 0 else -log.requests[-1 - one].n_bytes for one in log.deeds))
+    return list(accumulate(log.requests[one].n_bytes if one >= 0 else -log.requests[-1 - one].n_bytes for one in log.events))
 
 
 @pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp2", 3)])
@@ -248,7 +248,7 @@ class TestOfAStep:
         """Weights and optimizer state, to the byte."""
         one = _job(**choices)
         answer, log = estimate(one), _steps_of(one, STEPS[one.recipe.engine])
-        held = set(range(len(log.requests))) - {-1 - deed for deed in log.deeds if deed < 0}
+        held = set(range(len(log.requests))) - {-1 - event for event in log.events if event < 0}
         for kind in (Kind.PARAMETERS, Kind.OPTIMIZER_STATE):
             n_bytes = sum(log.requests[place].n_bytes for place in held if log.requests[place].kind is kind)
             assert n_bytes == answer.states_by_kind[kind]
@@ -395,7 +395,7 @@ def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries
 def test_the_first_micro_batch_alone_runs_out_where_all_steps_do(engine: str, stage: int):
     asked = job(model="gpt2", gpus=8, engine=engine, stage=stage, seq_len=512, grad_accum=2)
     whole, first = StepReplay(asked), first_requests_of(asked)
-    assert first.deeds == whole.log.deeds[: len(first.deeds)]
+    assert first.events == whole.log.events[: len(first.events)]
     assert first.requests == whole.log.requests[: len(first.requests)]
     for share in (60, 80, 95, 99):
         room = whole.replayed().allocated_bytes * share // 100

@@ -116,8 +116,8 @@ def _tokens_per_s(job: JobSpec) -> float | None:
 _Other = Iterator[tuple[str, str, JobSpec]]
 
 
-def _with(job: JobSpec, group: str, **said: object) -> JobSpec:
-    options = replace(getattr(job.recipe, group), **said)
+def _with(job: JobSpec, group: str, **value: object) -> JobSpec:
+    options = replace(getattr(job.recipe, group), **value)
     return replace(job, recipe=replace(job.recipe, **{group: options}))
 
 
@@ -133,8 +133,8 @@ def _smaller_buffers(job: JobSpec) -> _Other:
         yield from _tried("reduce gradients in smaller buckets", flags, job, "deepspeed", reduce_bucket_size=SMALL_BUCKET)
 
 
-def _tried(change: str, flags: str, job: JobSpec, group: str, **said: object) -> _Other:
+def _tried(change: str, flags: str, job: JobSpec, group: str, **value: object) -> _Other:
     try:
-        yield change, flags, _with(job, group, **said)
+        yield change, flags, _with(job, group, **value)
     except SpecError:  # for example, the option does not work with adapters
         return

@@ -259,7 +259,7 @@ class CachingAllocator:
         First it waits for all streams. Returns the freed segments; expandable segments shrink instead, so then the list is empty.
         """
         self.reached(max((at for at, _ in self._waiting), default=0))
-        gone = []
+        released = []
         for pool in self._pools.values():
             for chunk in () if pool.private in self._kept else pool.free:
                 if self._expandable:
@@ -267,8 +267,8 @@ class CachingAllocator:
                 elif chunk.before is None and chunk.after is None:
                     pool.remove(chunk)
                     self.reserved_bytes -= chunk.size
-                    gone.append(chunk)
-        return gone
+                    released.append(chunk)
+        return released
 
     def _pool(self, size: int, stream: int, private: int = 0) -> _Pool:
         key = size <= _LARGEST_SMALL, stream, private

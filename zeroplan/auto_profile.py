@@ -106,14 +106,14 @@ class _Wanted(NamedTuple):
     @classmethod
     def of(cls, request: Request, recipe: RecipeSpec, *, every: bool) -> "_Wanted":
         """Return the profile that this request and recipe need."""
-        said = Path(request.config or str(request.fetched))
-        file = said / "config.json" if said.is_dir() else said
+        path = Path(request.config or str(request.fetched))
+        file = path / "config.json" if path.is_dir() else path
         precision = "bf16-mixed" if recipe.precision == "fp16-mixed" else recipe.precision  # both have the same bytes
         attention = "eager" if recipe.attention == "eager" else "sdpa"
         flags = ["--precision", precision, "--attention", attention]
         if not every:
             flags += ["--engine", recipe.engine, "--recompute", recipe.recompute]
-        name = str(request.model) if request.fetched else named_after(said, file)
+        name = str(request.model) if request.fetched else named_after(path, file)
         keys = json.loads(file.read_text(encoding="utf-8"))
         flags += _of_a_picture(request, keys) if is_diffuser(keys) else []
         return cls(file, name, tuple(flags), request.seq_len or _USUAL_SEQ_LEN, keys)

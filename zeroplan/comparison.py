@@ -80,7 +80,7 @@ class Comparison(NamedTuple):
         return not self.beyond(tolerance) and not self.contradicted
 
     @property
-    def away(self) -> tuple[Compared, ...]:
+    def off_gpu(self) -> tuple[Compared, ...]:
         """The figures of host memory and NVMe, where compared."""
         return tuple(row for row in (self.host, self.nvme) if row is not None)
 
@@ -93,7 +93,7 @@ class Comparison(NamedTuple):
         """
         moved = sum(max(row.predicted, row.measured) for row in self.collectives)
         matters = self.peak.measured // _A_THOUSANDTH
-        sizes = (self.peak, self.held, *self.away)
+        sizes = (self.peak, self.held, *self.off_gpu)
         found = [row for row in sizes if abs(row.error) > tolerance and abs(row.difference) > matters]
         found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))

@@ -37,9 +37,9 @@ def refuse(what: str, cases: Iterable[tuple[str | bool, str]], ending: str = "",
     Traceback (most recent call last):
     zeroplan.errors.SpecError: loss 'fused' with a profile is not modelled; use loss 'full'
     """
-    for asked, instead in cases:
-        if asked:
-            raise SpecError(f"{what} {asked} {says}; use {instead}{ending}".lstrip())
+    for refused, instead in cases:
+        if refused:
+            raise SpecError(f"{what} {refused} {says}; use {instead}{ending}".lstrip())
 
 
 def unknown_name(what: str, name: str, known: Iterable[str], way_out: str) -> UnknownNameError:

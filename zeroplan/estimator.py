@@ -111,8 +111,8 @@ class Estimate:
         """Return one line with the peak and the verdict; a dataclass's own repr would fill a hundred screens."""
         job, ranks = self.job, self.job.mesh.world_size
         name = job.model.name or job.model.family
-        asked = f"{name!r}, {job.recipe.engine}, ZeRO stage {job.recipe.zero_stage}, ranks={ranks}"
-        return f"<Estimate of {asked}: peak {format_size(self.peak_bytes)} at {self.peak.name!r}, {self.verdict}>"
+        described = f"{name!r}, {job.recipe.engine}, ZeRO stage {job.recipe.zero_stage}, ranks={ranks}"
+        return f"<Estimate of {described}: peak {format_size(self.peak_bytes)} at {self.peak.name!r}, {self.verdict}>"
 
     @property
     def legend(self) -> dict[str, int]:
@@ -277,13 +277,13 @@ class Estimate:
         capacity, room = self.capacity_bytes, self.allocator_room_bytes
         if capacity is None or room is None:
             return "unknown"
-        if self.least_bytes > capacity or not any(self.goes_through(settings) for settings in SETTINGS):
+        if self.least_bytes > capacity or not any(self.fits_in_replay(settings) for settings in SETTINGS):
             return "does not fit"
         if self.replay is not None and self.replay.on_card(room).retries:  # it reserves more than the room
             return "tight"
         return verdict(self.least_bytes, self.comfortable_bytes, capacity)
 
-    def goes_through(self, settings: AllocatorSettings) -> bool:
+    def fits_in_replay(self, settings: AllocatorSettings) -> bool:
         """Whether the replayed step has enough memory on the GPU; True without a replay or a GPU."""
         room = self.allocator_room_bytes
         return self.replay is None or room is None or self.replay.on_card(room, settings).fits
@@ -291,7 +291,7 @@ class Estimate:
     @property
     def needs_expandable_segments(self) -> bool:
         """Whether the replayed step runs out of memory with the default settings and runs with expandable segments."""
-        return not self.goes_through("default") and self.goes_through("expandable_segments")
+        return not self.fits_in_replay("default") and self.fits_in_replay("expandable_segments")
 
     @property
     def fits(self) -> bool | None:
@@ -571,12 +571,12 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     compute = compute_of(recipe, tp=job.mesh.tp, cp=job.mesh.cp)
     size = format_size(int(output_bytes(job.model, compute, batch, fp32_output=how == "fp32")))
     flag = "fp32" if how == "fp32" else "yes"
-    said = (
+    note = (
         f"the estimate assumes that your loop keeps the logits in the backward ({size}); if it drops them, set --keep-logits no"
         if recipe.keep_logits
         else f"if your loop keeps the logits in the backward, as accelerate's do, it needs {size} more: set --keep-logits {flag}"
     )
-    return (said,)
+    return (note,)
 
 
 def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:

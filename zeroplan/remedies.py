@@ -109,12 +109,12 @@ def in_keys(found: Sequence[Remedy], keys: Mapping[str, str]) -> tuple[Remedy, .
 
 
 def _in_keys(flags: str, keys: Mapping[str, str]) -> str:
-    said = [f"--{one}" for one in flags.removeprefix("--").split(" --")]
-    named = [keys.get(one.removeprefix("--").partition(" ")[0].replace("-", "_")) for one in said]
+    flags_of_it = [f"--{one}" for one in flags.removeprefix("--").split(" --")]
+    named = [keys.get(one.removeprefix("--").partition(" ")[0].replace("-", "_")) for one in flags_of_it]
     if not any(named):
         return flags
-    in_file = [f"{key} in the file, as {one}" for key, one in zip(named, said, strict=True) if key]
-    beside = " ".join(one for key, one in zip(named, said, strict=True) if not key)
+    in_file = [f"{key} in the file, as {one}" for key, one in zip(named, flags_of_it, strict=True) if key]
+    beside = " ".join(one for key, one in zip(named, flags_of_it, strict=True) if not key)
     return "; ".join([*in_file, *([beside] if beside else [])])
 
 
@@ -242,8 +242,8 @@ def _slower(before: JobSpec, after: JobSpec) -> float | None:
 
 def _flags_of(changes: Sequence[_Candidate]) -> str:
     """The flags of several changes; for a flag that two changes set, the later value."""
-    said = " ".join(one.flags for one in changes).removeprefix("--").split(" --")
-    last = {flag if flag.startswith("set ") else flag.partition(" ")[0]: flag for flag in said}
+    words = " ".join(one.flags for one in changes).removeprefix("--").split(" --")
+    last = {flag if flag.startswith("set ") else flag.partition(" ")[0]: flag for flag in words}
     return " ".join(f"--{flag}" for flag in last.values())
 
 

@@ -59,7 +59,7 @@ class OnCard(NamedTuple):
 
 
 class Full(NamedTuple):
-    """The request at which the GPU is full: its index in the log's ``deeds``, and the allocator's counters then. [bytes]"""
+    """The request at which the GPU is full: its index in the log's ``events``, and the allocator's counters then. [bytes]"""
 
     at: int
     allocated_bytes: int
@@ -183,7 +183,7 @@ class StepReplay:
         return None if full_at is None else Full(full_at, card.allocated_bytes, card.reserved_bytes)
 
     def _on_card(self, room_bytes: int, settings: AllocatorSettings) -> tuple[CachingAllocator, int | None]:
-        """An allocator with ``room_bytes`` after the steps, and the index of the deed at which it ran out of memory, if it did.
+        """An allocator with ``room_bytes`` after the steps, and the index of the event at which it ran out of memory, if it did.
 
         Most jobs that run out do so in their first micro-batch, which is replayed before all steps are written.
         """
@@ -232,18 +232,18 @@ class StepReplay:
         early, late = (self._products, ()) if self.log.starts == "recorded" else ((), self._products)
         highest = unusable = at = 0
         try:
-            for at, deed in enumerate(self.log.deeds):
+            for at, event in enumerate(self.log.events):
                 if at in early:
                     card.request(self._workspace_bytes)
                 if at in waits:
                     card.reached(waits[at])
-                if unrecorded and (deed if deed >= 0 else -1 - deed) in unrecorded:
+                if unrecorded and (event if event >= 0 else -1 - event) in unrecorded:
                     continue
-                if deed < 0:
-                    card.release(chunks.pop(-1 - deed), once_at=at if -1 - deed in marked else None)
+                if event < 0:
+                    card.release(chunks.pop(-1 - event), once_at=at if -1 - event in marked else None)
                     continue
                 before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-                chunks[deed] = card.request(sizes[deed], streams[deed])
+                chunks[event] = card.request(sizes[event], streams[event])
                 if at in late:
                     card.request(self._workspace_bytes)
                 unusable = free if card.reserved_bytes > before else unusable
@@ -266,7 +266,7 @@ def _endless(settings: AllocatorSettings) -> CachingAllocator:
 
 
 class _FullAtError(Exception):
-    """The GPU is full at this index of the log's deeds."""
+    """The GPU is full at this index of the log's events."""
 
     def __init__(self, at: int) -> None:
         super().__init__(at)
@@ -277,19 +277,19 @@ _MODULES = {-1: "embedding", ENDING: "final norm, head and loss"}
 
 
 def trace_of(log: Log) -> Trace:
-    """The requests in the format of a dry run's trace, so that its readers work on a predicted step. One deed is one moment."""
-    born, died, span_of = [0] * len(log.requests), [len(log.deeds) + 1] * len(log.requests), [0] * len(log.requests)
+    """The requests in the format of a dry run's trace, so that its readers work on a predicted step. One event is one moment."""
+    born, died, span_of = [0] * len(log.requests), [len(log.events) + 1] * len(log.requests), [0] * len(log.requests)
     span = -1
-    for moment, deed in enumerate(log.deeds, 1):
+    for moment, event in enumerate(log.events, 1):
         while span + 1 < len(log.spans) and log.spans[span + 1].start < moment:
             span += 1
-        if deed < 0:
-            died[-1 - deed] = moment
+        if event < 0:
+            died[-1 - event] = moment
         else:
-            born[deed], span_of[deed] = moment, span
+            born[event], span_of[event] = moment, span
     reasons, kinds, modules = (_table(column) for column in zip(*map(_named, log.requests), strict=True))
     return Trace(
-        moments=len(log.deeds),
+        moments=len(log.events),
         operations=tuple(reasons),
         modules=tuple(modules),
         kinds=tuple(kinds),

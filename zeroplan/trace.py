@@ -276,7 +276,7 @@ class Trace:
         """Allocate a line, which is the sum of tensors of these sizes."""
         self.put(key, line)
 
-    def in_turn(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:  # noqa: ARG002  likewise
+    def one_after_another(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:  # noqa: ARG002  likewise
         """Allocate and free tensors of these sizes, one after the other, for a collective or none; the line is the largest."""
         self.pass_by(line)
 

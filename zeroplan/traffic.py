@@ -71,5 +71,5 @@ def wire_time(sent_bytes: int, cluster: ClusterSpec, *, gpus: int) -> WireTime |
 
 
 def _network(cluster: ClusterSpec, gpu: GpuSpec) -> str:
-    told = cluster.network_gbit_per_s
-    return gpu.network_link if told is None else f"network cards of {told} Gbit/s"
+    measured = cluster.network_gbit_per_s
+    return gpu.network_link if measured is None else f"network cards of {measured} Gbit/s"

@@ -45,8 +45,8 @@ def parse_tokens(text: str, *, what: str, most: int = _LARGEST) -> int:
     count = parse_count(text, what=what, examples="4096 or 8192", most=most)
     powers = {"k": (KB, KIB), "m": (MB, MIB)}.get(text.strip()[-1].lower())
     if powers is not None:
-        said, meant = powers
-        raise SpecError(f"{what} {text!r} may mean {count:,} tokens or {count * meant // said:,}; write the number")
+        suffixes, meant = powers
+        raise SpecError(f"{what} {text!r} may mean {count:,} tokens or {count * meant // suffixes:,}; write the number")
     return count
 
 

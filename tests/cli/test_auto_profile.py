@@ -84,10 +84,10 @@ def test_a_cache_that_cannot_be_written_does_not_stop_the_answer(
     folder: Path, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):  # fmt: skip
     from tests.profiles import by_hand
-    from zeroplan.cli.profile import said
+    from zeroplan.cli.profile import without_defaults
 
     def traced(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        Path(command[-1]).write_text(json.dumps(said(by_hand())), encoding="utf-8")
+        Path(command[-1]).write_text(json.dumps(without_defaults(by_hand())), encoding="utf-8")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     (tmp_path / "cache").write_text("no folder", encoding="utf-8")

@@ -94,7 +94,7 @@ def test_a_job_whose_replay_runs_out_of_memory_fails_everywhere(run: Run):
 
 
 def test_a_job_that_needs_expandable_segments_passes_where_they_are_set(run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Estimate, "goes_through", lambda _, settings: settings == "expandable_segments")
+    monkeypatch.setattr(Estimate, "fits_in_replay", lambda _, settings: settings == "expandable_segments")
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     assert run("check", FITS, *GPU)[0] == run("estimate", FITS, *GPU, "--check")[0] == 1

@@ -13,7 +13,7 @@ from tests.cli.command import Run
 from tests.formulas import assert_explained
 from tests.profiles import by_hand
 from tests.simulated import command_there
-from zeroplan.cli.profile import said
+from zeroplan.cli.profile import without_defaults
 from zeroplan.estimator import estimate
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
@@ -27,7 +27,7 @@ WORKLOAD = "tests.odd_transformer"
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "odd.json"
-    path.write_text(json.dumps(said(by_hand())), encoding="utf-8")
+    path.write_text(json.dumps(without_defaults(by_hand())), encoding="utf-8")
     return path
 
 
@@ -123,7 +123,7 @@ def test_a_job_that_a_profile_does_not_cover_is_refused(file: Path, run: Run, fl
 
 
 def test_a_fixed_length_is_the_default_and_others_are_refused(file: Path, run: Run):
-    file.write_text(json.dumps(said(replace(by_hand(), seq_len=77))), encoding="utf-8")
+    file.write_text(json.dumps(without_defaults(replace(by_hand(), seq_len=77))), encoding="utf-8")
     code, out, _ = run("estimate", "--profile", str(file), "--gpus", "8", "--json")
     assert (code, json.loads(out)["job"]["batch"]["seq_len"]) == (0, 77)
     code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "78")
@@ -132,7 +132,7 @@ def test_a_fixed_length_is_the_default_and_others_are_refused(file: Path, run: R
 
 
 def test_shorter_sequences_than_were_traced_are_refused(file: Path, run: Run):
-    file.write_text(json.dumps(said(replace(by_hand(), shortest=1024))), encoding="utf-8")
+    file.write_text(json.dumps(without_defaults(replace(by_hand(), shortest=1024))), encoding="utf-8")
     assert run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1024")[0] == 0
     code, _, err = run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", "1023")
     assert code == 2
@@ -144,7 +144,7 @@ def test_a_length_between_multiples_counts_as_the_next_multiple(file: Path, run:
         replace(one, one=replace(one.one, counted_by=128, remarks=("odd lengths were not looked at",)))
         for one in by_hand().variants
     )
-    file.write_text(json.dumps(said(replace(by_hand(), variants=variants))), encoding="utf-8")
+    file.write_text(json.dumps(without_defaults(replace(by_hand(), variants=variants))), encoding="utf-8")
     answers = [
         run("estimate", "--profile", str(file), "--gpus", "8", "--seq-len", length, "--json")[1] for length in ("129", "256")
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, flag_of
+from zeroplan.workflow.options import OPTIONS, WORKFLOWS, flag_of
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -150,7 +150,7 @@ def furnish(folder: Path) -> None:
     from tests.docs.pictures import place_records
     from tests.profiles import by_hand
     from tests.snapshots.written import Written, step
-    from zeroplan.cli.profile import said
+    from zeroplan.cli.profile import without_defaults
 
     (folder / "path" / "to").mkdir(parents=True)
     (folder / "path" / "to" / "config.json").write_text(json.dumps(CONFIG))
@@ -162,7 +162,7 @@ def furnish(folder: Path) -> None:
     (folder / "lengths.txt").write_text("".join(f"{math.exp(as_chats.inv_cdf((at + 0.5) / 4000)):.0f}\n" for at in range(4000)))
     for name, text in SETUPS.items():
         (folder / name).write_text(text)
-    (folder / "profile.json").write_text(json.dumps(said(by_hand())))
+    (folder / "profile.json").write_text(json.dumps(without_defaults(by_hand())))
     card = Written()
     step(card, states=True)
     card.to(folder / "snapshot.pickle")

@@ -30,7 +30,7 @@ def test_a_command_is_accepted_and_reaches_the_start_of_its_ranks(
 
     (tmp_path / "mine.toml").write_text(blocks(PAGE, "toml")[0])
     monkeypatch.chdir(tmp_path)
-    for name in ("processes.launch.launch", "processes.slurm.submit", "cases.bulk.run_cases", "processes.slurm.taken_up"):
+    for name in ("processes.launch.launch", "processes.slurm.submit", "cases.bulk.run_cases", "processes.slurm.resumed_job"):
         monkeypatch.setattr(f"zeroplan.verify.{name}", reached)
     import zeroplan.cli.verify_bulk
     import zeroplan.cli.verify_slurm
@@ -38,7 +38,7 @@ def test_a_command_is_accepted_and_reaches_the_start_of_its_ranks(
     monkeypatch.setattr(zeroplan.cli.verify_bulk, "run_cases", reached)
     monkeypatch.setattr(zeroplan.cli.verify_bulk, "require", lambda _: None)
     monkeypatch.setattr("zeroplan.cli.verify.require", lambda _: None)
-    for name in ("submit", "taken_up"):
+    for name in ("submit", "resumed_job"):
         monkeypatch.setattr(zeroplan.cli.verify_slurm, name, reached)
     with pytest.raises(SystemExit) as ended:
         main(shlex.split(command)[1:])

@@ -8,7 +8,7 @@ import pytest
 
 from tests.formulas import assert_explained
 from zeroplan import Estimate, estimate, job
-from zeroplan.engines.deepspeed.gathers import Piece, Sharing, taken
+from zeroplan.engines.deepspeed.gathers import Piece, Sharing, gather_memory
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions
 
@@ -46,7 +46,7 @@ def test_of_three_volumes_a_quarter_crosses_nodes_as_the_paper_has_it():
 def test_a_flat_gather_is_held_in_8_bits_and_in_fp16_beside_the_weights():
     """Two parameters on 8 ranks, with shares of 4,096 and 8,192 elements. Figures are in elements of bf16."""
     pieces, width = (Piece(32768, 4096, 8), Piece(65536, 8192, 8)), 2
-    found = taken(pieces, Sharing(8, width=width), one_by_one=False)
+    found = gather_memory(pieces, Sharing(8, width=width), one_by_one=False)
     payload, share, scales = 98304, 12288, 4 * 2
     asked = (payload, 2 * share, 2 * share, -2 * share, share + scales, -2 * share, 8 * scales, -share - scales)
     arrived = (2 * payload, 65536, 65536, -65536, 131072, 131072, -131072)

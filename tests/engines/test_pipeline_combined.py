@@ -120,7 +120,7 @@ def test_every_rank_takes_what_torch_takes(name: str) -> None:
     each = asked.mesh.world_size // asked.mesh.pp
     for stage in range(asked.mesh.pp):
         found = compare_with_estimate(simulate(asked, steps=3, rank=stage * each))
-        for row in (found.peak, *found.phases, found.held, *found.away):
+        for row in (found.peak, *found.phases, found.held, *found.off_gpu):
             assert abs(row.difference) <= SCALARS_BYTES, (stage, row)
         for row in found.collectives:
             assert row.difference == 0, (stage, row)

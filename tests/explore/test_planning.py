@@ -14,7 +14,7 @@ from zeroplan.cli.app import main
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.estimator import estimate
 from zeroplan.explore.answers import answer_payload, resolved_of
-from zeroplan.explore.planning import planned_payload, said_of
+from zeroplan.explore.planning import controls_of, planned_payload
 from zeroplan.export.files import TARGETS
 from zeroplan.resolve import Request, resolve
 
@@ -51,9 +51,9 @@ def test_a_plan_is_the_command_lines_and_each_layout_is_its_state(said: dict[str
 def test_what_has_a_flag_without_a_control_cannot_be_loaded():
     asked = Request(model="gpt2", gpu="l4-24gb", gpus=2)
     job = resolve(asked).job
-    assert said_of(job, asked) is not None
-    assert said_of(replace(job, cluster=replace(job.cluster, gpus_per_node=2)), asked) is None
-    assert said_of(replace(job, recipe=replace(job.recipe, sync_every_micro_batch=False)), asked) is None
+    assert controls_of(job, asked) is not None
+    assert controls_of(replace(job, cluster=replace(job.cluster, gpus_per_node=2)), asked) is None
+    assert controls_of(replace(job, recipe=replace(job.recipe, sync_every_micro_batch=False)), asked) is None
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -106,10 +106,10 @@ def test_replays_of_fsdp1_and_of_deepspeed_0_to_2_are_what_a_gpu_counted():
 def _busy(log: Log) -> int:
     """Return the most bytes that are freed but still used by another stream, if the GPU runs only what the program waits for."""
     busy, most = dict[int, int](), 0
-    for at, deed in enumerate(log.deeds):
+    for at, event in enumerate(log.events):
         busy = {gone: n_bytes for gone, n_bytes in busy.items() if gone > log.waits.get(at, -1)}
-        if deed < 0 and -1 - deed in log.marked:
-            busy[at] = log.requests[-1 - deed].n_bytes
+        if event < 0 and -1 - event in log.marked:
+            busy[at] = log.requests[-1 - event].n_bytes
         most = max(most, sum(busy.values()))
     return most
 

@@ -13,7 +13,7 @@ from tests.profiles import by_hand
 from zeroplan import JobSpec, MeshSpec, RecipeSpec, SpecError, estimate, job
 from zeroplan.job_time import time_of
 from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan, questions
-from zeroplan.planner.asking import Question, _that_goes_through, ask
+from zeroplan.planner.asking import Question, _largest_in_a_replay, ask
 from zeroplan.planner.explain import binding
 from zeroplan.planner.objectives import OBJECTIVES
 from zeroplan.planner.rules import NoLayoutError
@@ -313,7 +313,7 @@ def test_the_largest_number_that_goes_through_is_found(most: int, goes: int):
         asked.append(number)
         return SimpleNamespace(best=number if number <= goes else None)
 
-    assert _that_goes_through(most, answer) == goes
+    assert _largest_in_a_replay(most, answer) == goes
     assert len(asked) <= 9
 
 

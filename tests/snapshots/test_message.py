@@ -95,7 +95,7 @@ def test_the_request_that_fails_on_a_smaller_card_is_found_by_its_message(asked:
     said = read_message(written(replay, full, room), where="a log")
     found = request_of(said, answer)
     assert found is not None
-    one = replay.log.requests[replay.log.deeds[full.at]]
+    one = replay.log.requests[replay.log.events[full.at]]
     span = [span for span in replay.log.spans if span.start <= full.at][-1]
     assert (found.kind, found.n_bytes, found.phase, found.step) == (one.kind.value, one.n_bytes, span.phase.value, span.step)
     assert found.replayed
@@ -107,7 +107,7 @@ def test_the_request_that_fails_on_a_smaller_card_is_found_by_its_message(asked:
 
 def written(replay: StepReplay, full: Full, room: int) -> str:
     """Return torch's message, with two digits, for a GPU that has ``room`` bytes for the allocator."""
-    tried = as_torch_prints(segment_bytes(replay.log.requests[replay.log.deeds[full.at]].n_bytes))
+    tried = as_torch_prints(segment_bytes(replay.log.requests[replay.log.events[full.at]].n_bytes))
     return (
         f"CUDA out of memory. Tried to allocate {tried}. GPU 0 has a total capacity of {as_torch_prints(room)} of which "
         f"{as_torch_prints(room - full.reserved_bytes)} is free. Of the allocated memory {as_torch_prints(full.allocated_bytes)} "

@@ -186,9 +186,9 @@ def test_a_column_with_offloaded_activations_is_its_points(family: str, kind: st
     column = Column(*(np.array(values, dtype=np.int64) for values in (*zip(*sizes, strict=True), (1, 1))))
     points = [BatchSpec(micro_batch_size=b, seq_len=s) for b, s in sizes]
     whole, *parts = (block_pass(model, kind, compute, batch) for batch in (column, *points))
-    of_all, *of_parts = ([one.kept(recompute), one.entered, one.away, one.checkpoint_in_backward] for one in (whole, *parts))
+    of_all, *of_parts = ([one.kept(recompute), one.entered, one.on_host, one.checkpoint_in_backward] for one in (whole, *parts))
     assert_columns(of_all, of_parts)
-    assert all(one.away for one in parts)
+    assert all(one.on_host for one in parts)
 
 
 def assert_columns(whole: list[tuple[Line, ...]], parts: list[list[tuple[Line, ...]]]) -> None:

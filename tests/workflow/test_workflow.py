@@ -10,7 +10,7 @@ import pytest
 
 from zeroplan import SpecError, job
 from zeroplan.ledger import Kind, total_bytes
-from zeroplan.workflow import Asked, Loop, distilling, loop_of
+from zeroplan.workflow import Loop, WorkflowOptions, distilling, loop_of
 from zeroplan.workflow.rollout import STILL_THERE_BYTES
 
 RUNS = json.loads(Path(__file__).with_name("trl.json").read_text(encoding="utf-8"))["rows"]
@@ -31,7 +31,7 @@ EIGHT: dict[str, Any] = {"model": "llama-3.1-8b", "gpu": "h100", "gpus": 8, "seq
 
 
 def loop(workflow: str, asked: dict[str, Any] | None = None, **said: Any) -> Loop:
-    return loop_of(job(**{**EIGHT, "engine": "fsdp2", "stage": 3, **said}), Asked(workflow=workflow, **(asked or {})))
+    return loop_of(job(**{**EIGHT, "engine": "fsdp2", "stage": 3, **said}), WorkflowOptions(workflow=workflow, **(asked or {})))
 
 
 @pytest.mark.parametrize("run", RUNS, ids=[run["name"] for run in RUNS])
@@ -42,7 +42,7 @@ def test_each_phase_takes_what_trl_took_in_a_dry_run(run: dict[str, Any], tmp_pa
     said = {"gpus": 1, "recompute": "full", "optimizer_impl": "fused", **run["job"]}
     trained = job(config=str(path), **said)
     monkeypatch.setattr(distilling, "find_model", lambda _: trained.model)  # the teacher is as large as the student
-    found = loop_of(trained, Asked(workflow=run["workflow"], **run.get("asked", {})))
+    found = loop_of(trained, WorkflowOptions(workflow=run["workflow"], **run.get("asked", {})))
     workspaces, measured = int(total_bytes(found.answer.workspaces)), run["measured"]
     peaks = {one.name: one.total_bytes - workspaces * (one.name != "loading") for one in found.phases}
     scoring = next((peak for name, peak in peaks.items() if name.startswith(("reference", "teacher"))), None)
@@ -105,7 +105,7 @@ def test_the_engine_takes_its_share_and_its_blocks():
     from zeroplan.workflow.rollout import rollout_of
 
     one = job(**{**EIGHT, "engine": "fsdp2"})
-    engine = rollout_of(one, Asked(workflow="grpo", vllm_gpu_memory_utilization=0.5), 8_030_261_248)
+    engine = rollout_of(one, WorkflowOptions(workflow="grpo", vllm_gpu_memory_utilization=0.5), 8_030_261_248)
     assert engine.block_bytes == 32 * 65_536
     assert engine.blocks == (engine.share_bytes - 2 * 8_030_261_248) // engine.block_bytes
     assert sum(int(line.n_bytes) for line in engine.awake) == engine.share_bytes

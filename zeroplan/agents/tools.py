@@ -3,6 +3,7 @@
 They call the same functions as the command line. ``server.py`` has the protocol.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -166,9 +167,9 @@ def _gpus(arguments: Arguments) -> Answer:
 
 def _verdict(found: Estimate, loop: Beside | None = None) -> Answer:
     """Return the verdict in words and numbers, of all phases of the loop if a file has one. [GiB]"""
-    said = verdict_sentence(found, GIBIBYTES, name_a_gpu="Name yours as gpu.")
+    verdict = verdict_sentence(found, GIBIBYTES, name_a_gpu="Name yours as gpu.")
     return {
-        "verdict": said if loop is None else f"{said} {loop.says}",
+        "verdict": verdict if loop is None else f"{verdict} {loop.says}",
         "fits": found.fits if loop is None or loop.fits is not False else False,
         "tight": found.verdict == "tight",
         "peak_allocated_bytes": found.peak_bytes,
@@ -206,12 +207,12 @@ def _resolved(arguments: Arguments, key: str = "job") -> Resolved:
 
 def _request(arguments: Arguments, key: str = "job") -> Request:
     """Return the request for a job's keys, the same as in a job file."""
-    asked = arguments.get(key)
-    if not isinstance(asked, dict):
-        raise SpecError(f"{key} is {asked!r:.60}; write an object with the keys of a job, such as model, gpu, gpus and stage")
-    if str(asked.get("model", "")).startswith(_HUB):
+    given = arguments.get(key)
+    if not isinstance(given, dict):
+        raise SpecError(f"{key} is {given!r:.60}; write an object with the keys of a job, such as model, gpu, gpus and stage")
+    if str(given.get("model", "")).startswith(_HUB):
         raise SpecError("this server fetches nothing; download the model's config.json and name the file as config")
-    keys = {key.replace("-", "_"): value for key, value in asked.items()}
+    keys = {key.replace("-", "_"): value for key, value in given.items()}
     if "from" in keys:
         keys["from_file"] = keys.pop("from")
     return request_of_keys(keys, where="job")
@@ -238,24 +239,25 @@ def _property(one: Declared) -> dict[str, object]:
     """Return the schema of one option. Numbers may be texts such as 7e9, as in a job file."""
     if one.choices:
         choices = [choice for check in one.checks for choice in check.choices]
-        says = _said(one.help) if len(choices) < _MANY else one.help[one.help.rfind("(default") :]
+        says = _short_help(one.help) if len(choices) < _MANY else one.help[one.help.rfind("(default") :]
         return {"enum": choices, "description": says}
     types = list(dict.fromkeys(_TYPES[check.type] for check in one.checks if check.type in _TYPES))
     only = types[0] if len(types) == 1 else types
-    return {"type": only, "description": _said(one.help)} if types else {"description": _said(one.help)}
+    return {"type": only, "description": _short_help(one.help)} if types else {"description": _short_help(one.help)}
 
 
-#: The longest description of an option. [characters]
-_LONGEST = 180
+#: The longest description of an option that is given as it is. [characters]
+_LONGEST = 150
+_IN_BRACKETS = re.compile(r" \([^()]*\)")
 
 
-def _said(told: str) -> str:
-    """Return a help text, or the first sentence and the default of a long one."""
-    if len(told) <= _LONGEST:
-        return told
-    first, stop, rest = told.partition(". ")
+def _short_help(help_text: str) -> str:
+    """Return a help text, or the first sentence and the default of a long one, without remarks in brackets."""
+    if len(help_text) <= _LONGEST:
+        return help_text
+    first, stop, rest = help_text.partition(". ")
     default = rest.rfind("(default")
-    return f"{first}{stop}{rest[default:] if default >= 0 else ''}".strip()
+    return f"{_IN_BRACKETS.sub('', first)}{stop}{rest[default:] if default >= 0 else ''}".strip()
 
 
 def _job(what: str) -> dict[str, object]:

@@ -138,20 +138,20 @@ def read_config_with_notes(path: Path, *, treat_as: str | None = None, name: str
     return config_with_notes(config, name=name or named_after(path, file), treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
 
 
-def is_content(said: str) -> bool:
+def is_content(text: str) -> bool:
     """Whether the value of ``--config`` is the content of a config.json, a JSON object, rather than a path.
 
     >>> is_content('{"model_type": "gpt2"}'), is_content("gpt2/config.json")
     (True, False)
     """
-    return said.lstrip().startswith("{")
+    return text.lstrip().startswith("{")
 
 
-def config_said(said: str, *, treat_as: str | None = None) -> ConfigRead:
+def shape_of_config(given: str, *, treat_as: str | None = None) -> ConfigRead:
     """Return the shape and notes for the value of ``--config``: a path, or the content itself."""
-    if not is_content(said):
-        return read_config_with_notes(Path(said), treat_as=treat_as)
-    content = strict_json(said, "the config.json given as text")
+    if not is_content(given):
+        return read_config_with_notes(Path(given), treat_as=treat_as)
+    content = strict_json(given, "the config.json given as text")
     return config_with_notes(content, name="config.json", treat_as=treat_as)  # type: ignore[arg-type]  # it refuses what is no object
 
 
@@ -207,7 +207,8 @@ class _Source(NamedTuple):
         if found is not None:
             return found
         if fallback is None:
-            raise SpecError(f"{self.key(field)} is null in config.json; write its number")
+            key = self.key(field)
+            raise SpecError(f"{key} is null in config.json; write its number" if key in self.config else f"lacks {key}; add it")
         return fallback
 
     def optional_integer(self, field: str, *, least: int = 1) -> int | None:
@@ -317,9 +318,9 @@ def _refuse_other_minimaxes(source: _Source) -> None:
 def _refuse_other_phis(source: _Source) -> None:
     """Raise NoFormulasError where positions turn more or fewer elements of a head than in the published models."""
     ropes = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := source.config.get(key), Mapping)]
-    said = [one["partial_rotary_factor"] for one in (source.config, *ropes) if "partial_rotary_factor" in one] or [0.5]
+    factors = [one["partial_rotary_factor"] for one in (source.config, *ropes) if "partial_rotary_factor" in one] or [0.5]
     head_dim, width = source.integer("hidden_size") // source.integer("num_attention_heads"), TRAITS["phi"].turned_width
-    for factor in said:
+    for factor in factors:
         if not isinstance(factor, int | float) or int(head_dim * factor) != width:
             raise NoFormulasError(
                 f"partial_rotary_factor={shown(factor)} in config.json has no formula: {width} elements of a head of {head_dim} "
@@ -344,9 +345,9 @@ def _refuse_other_falcons(source: _Source) -> None:
     keys = ("num_ln_in_parallel_attn", "multi_query", "num_kv_heads")
     norms_differ = config.get(keys[0]) not in ((None, 2) if new else (None, 1))
     if norms_differ or (key_value_heads in (None, 1, heads) if new else config.get("multi_query") is False):
-        said = ", ".join(f"{key}={shown(config[key])}" for key in ("new_decoder_architecture", *keys) if key in config)
+        values = ", ".join(f"{key}={shown(config[key])}" for key in ("new_decoder_architecture", *keys) if key in config)
         raise NoFormulasError(
-            f"{said} in config.json has no formula: a falcon model has one key/value head and one norm, or with "
+            f"{values} in config.json has no formula: a falcon model has one key/value head and one norm, or with "
             f"new_decoder_architecture several and two; `zeroplan profile --config` traces others"
         )
 
@@ -511,8 +512,8 @@ def _some_layers_have_it(source: _Source) -> bool:
     """Whether some layers have a window: in Qwen2 and Qwen3 those from ``max_window_layers`` on; in Qwen3-MoE all."""
     if source.family == "qwen3_moe":
         return True
-    said = source.integer("max_window_layers", 28, least=0)
-    return (full_layers_of(source.config) if source.family in SOME_WINDOWED else said) < source.integer("num_hidden_layers")
+    first = source.integer("max_window_layers", 28, least=0)
+    return (full_layers_of(source.config) if source.family in SOME_WINDOWED else first) < source.integer("num_hidden_layers")
 
 
 def _moe(source: _Source) -> MoeSpec | None:
@@ -565,14 +566,17 @@ def _linear(source: _Source) -> LinearSpec | None:
     chunk, heads = source.integer("linear_chunk_size"), sizes["num_value_heads"]
     if TRAITS[source.family].one_module or source.family == "minimax":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), chunk_size=chunk, **sizes)
-    inner, said = source.integer("mamba_expand", 2) * source.integer("hidden_size"), source.value("linear_value_head_dim")
+    inner, value_heads = (
+        source.integer("mamba_expand", 2) * source.integer("hidden_size"),
+        source.value("linear_value_head_dim"),
+    )
     if TRAITS[source.family].one_kind:
         if source.flag("mamba_rms_norm") and source.config.get("mamba_norm_before_gate") is not False:
             raise NoFormulasError(
                 "mamba_norm_before_gate=True in config.json has no formula, only False has, or mamba_rms_norm=False"
             )
         inner = source.integer("mamba_d_ssm", inner) if "mamba_d_ssm" in source.config else 1024
-    width = inner // heads if said in (None, "auto") else source.integer("linear_value_head_dim")
+    width = inner // heads if value_heads in (None, "auto") else source.integer("linear_value_head_dim")
     if width * heads != inner:
         raise SpecError(
             f"mamba_n_heads={heads} does not divide the state space's width {inner} into heads of mamba_d_head={width} in "
@@ -594,7 +598,7 @@ def _of_layers(source: _Source) -> dict[str, object]:
 
 
 def _letters(source: _Source) -> str:
-    said, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
+    pattern, layers = source.value("layer_pattern"), source.optional_integer("num_hidden_layers") or 0
     if source.family == "llama4_text":
         return _of_llama_4(source, layers)
     if source.family == "exaone_moe":
@@ -602,16 +606,16 @@ def _letters(source: _Source) -> str:
     if TRAITS[source.family].one_kind:
         return ("N" if source.flag("mamba_rms_norm") else "H") * layers
     often = TRAITS[source.family].pattern[0]
-    if said is None:
+    if pattern is None:
         key = "full_attn_idxs" if source.family == "lfm2" else "attn_layer_indices"
         full = range(layers) if source.family == "lfm2" and source.config.get(key) is None else source.config.get(key) or ()
         if not isinstance(full, list | tuple | range):
             raise SpecError(f"{key}={shown(full)} in config.json is not a list of layers; correct it")
         return "".join("*" if layer in full else often for layer in range(layers))
-    if not isinstance(said, str | list | tuple):
-        raise SpecError(f"{source.key('layer_pattern')}={shown(said)} in config.json is not a list of names; correct it")
-    letters = [kind if kind in LETTERS.values() else LETTERS.get(str(kind)) for kind in said]
-    for letter, kind in zip(letters, said, strict=True):
+    if not isinstance(pattern, str | list | tuple):
+        raise SpecError(f"{source.key('layer_pattern')}={shown(pattern)} in config.json is not a list of names; correct it")
+    letters = [kind if kind in LETTERS.values() else LETTERS.get(str(kind)) for kind in pattern]
+    for letter, kind in zip(letters, pattern, strict=True):
         if letter is None or letter not in TRAITS[source.family].pattern:
             raise NoFormulasError(
                 f"{source.key('layer_pattern')} in config.json has {shown(kind)}, which has no formula in a {source.family}; "
@@ -697,18 +701,18 @@ def _dense_kinds(source: _Source) -> int:
 def _index_every(source: _Source) -> int:
     """Return the period of the layers behind the dense ones of which the last picks keys (GLM-5.2); 1 if all pick them."""
     layers, dense = source.integer("num_hidden_layers"), _dense_layers(source)
-    said = source.config.get("indexer_types")
-    if said is None:
+    types = source.config.get("indexer_types")
+    if types is None:
         every, first = source.integer("index_topk_freq", 1), source.integer("index_skip_topk_offset", 2)
-        said = ["shared" if layer >= first and (layer - first + 1) % every else "full" for layer in range(layers)]
-    if not isinstance(said, list | tuple) or "shared" not in said:
+        types = ["shared" if layer >= first and (layer - first + 1) % every else "full" for layer in range(layers)]
+    if not isinstance(types, list | tuple) or "shared" not in types:
         return 1
-    rest = list(said[dense:])
+    rest = list(types[dense:])
     every = rest.index("full") + 1 if "full" in rest else layers
     turns = [*["full"] * dense, *["full" if (layer + 1) % every == 0 else "shared" for layer in range(layers - dense)]]
-    if list(said) != turns or not dense:
+    if list(types) != turns or not dense:
         raise NoFormulasError(
-            f"indexer_types={shown(said)} in config.json, or index_topk_freq with index_skip_topk_offset, has no formula: dense "
+            f"indexer_types={shown(types)} in config.json, or index_topk_freq with index_skip_topk_offset, has no formula: dense "
             "layers are 'full', and behind them the last of each so many; `zeroplan profile --config` traces the model itself"
         )
     return every

@@ -56,7 +56,7 @@ def notes_on_other_keys(config: Config, family: str) -> tuple[str, ...]:
     """Return notes on settings that are not counted; raises SpecError for settings that would be counted wrongly."""
     _refuse_values(config, family)
     _refuse_layer_types(config, family)
-    _refuse_other_turns(config, family)
+    _refuse_other_periods(config, family)
     notes = (
         *_dropout(config, family),
         *_counted_otherwise(config, family),
@@ -70,17 +70,17 @@ def notes_on_other_keys(config: Config, family: str) -> tuple[str, ...]:
 def activation_of(config: Config, family: str) -> Activation | None:
     """Return the MLP's activation function, or None for the family's usual one; raises SpecError for one without formulas."""
     key = config_keys(family).activation
-    said, usual = config.get(key), USUAL_ACTIVATION[family]
-    if family in ("bloom", "gpt_oss", "apertus") or said is None or said == usual:
+    activation, usual = config.get(key), USUAL_ACTIVATION[family]
+    if family in ("bloom", "gpt_oss", "apertus") or activation is None or activation == usual:
         return None
-    if family not in FREE_ACTIVATION and said in SAVES_ITS_INPUT:  # the usual one is among these
+    if family not in FREE_ACTIVATION and activation in SAVES_ITS_INPUT:  # the usual one is among these
         return None
     known = get_args(Activation) if family in FREE_ACTIVATION else SAVES_ITS_INPUT
-    if said not in known:
+    if activation not in known:
         raise NoFormulasError(
-            f"{key}={shown(said)} in config.json has no formula: {family} may have {', '.join(known)}; {_WAY_OUT}"
+            f"{key}={shown(activation)} in config.json has no formula: {family} may have {', '.join(known)}; {_WAY_OUT}"
         )
-    return said  # type: ignore[return-value]  # one of Activation
+    return activation  # type: ignore[return-value]  # one of Activation
 
 
 @cache
@@ -146,20 +146,20 @@ def _values(config: Config, key: str) -> Iterator[object]:
 
 def _refuse_layer_types(config: Config, family: str) -> None:
     """Raise SpecError if ``layer_types`` differs from the order that the family's class derives from its other keys."""
-    said = config.get("layer_types")
-    if said is None or family in PATTERNED:
+    types = config.get("layer_types")
+    if types is None or family in PATTERNED:
         return
-    if not isinstance(said, list | tuple) or not all(isinstance(kind, str) for kind in said):
-        raise SpecError(f"layer_types={shown(said)} in config.json is not a list of names; correct it, or leave it out")
+    if not isinstance(types, list | tuple) or not all(isinstance(kind, str) for kind in types):
+        raise SpecError(f"layer_types={shown(types)} in config.json is not a list of names; correct it, or leave it out")
     if family in SOME_WINDOWED and config.get("use_sliding_window") is True:
         first = full_layers_of(config)
-        if [*said] == [*first * ("full_attention",), *(len(said) - first) * ("sliding_attention",)]:
+        if [*types] == [*first * ("full_attention",), *(len(types) - first) * ("sliding_attention",)]:
             return
     every = config_keys(family).window_every
     window = config.get("sliding_window", config_keys(family).defaults.get("sliding_window"))
     windows = ("sliding_attention",) if window is not None else ("sliding_attention", "full_attention")
     often = ("linear_attention",) if family in LINEAR_FAMILIES else windows
-    for layer, kind in enumerate(said, start=1):
+    for layer, kind in enumerate(types, start=1):
         local = not is_global(family, layer - 1) if family in GLOBAL_LAYERS else every is not None and layer % every
         local = bool(layer % period_of(config)) if family == "gemma4_text" else local
         full = ("indexed_attention" if family in INDEXED_FAMILIES else "full_attention",)
@@ -169,13 +169,13 @@ def _refuse_layer_types(config: Config, family: str) -> None:
             )
 
 
-def _refuse_other_turns(config: Config, family: str) -> None:
+def _refuse_other_periods(config: Config, family: str) -> None:
     """Raise NoFormulasError for a list with one value per layer that does not follow the family's period."""
     for key, (often, rare) in config_keys(family).in_turn.items():
-        said, every = config.get(key), GLOBAL_LAYERS[family]
-        if said is not None and said != [often if layer % every else rare for layer in range(1, len(said) + 1)]:  # type: ignore[arg-type]
+        types, every = config.get(key), GLOBAL_LAYERS[family]
+        if types is not None and types != [often if layer % every else rare for layer in range(1, len(types) + 1)]:  # type: ignore[arg-type]
             raise NoFormulasError(
-                f"{key}={shown(said)} in config.json has no formula: every {every}th layer of a {family} has {rare}, the others "
+                f"{key}={shown(types)} in config.json has no formula: every {every}th layer of a {family} has {rare}, the others "
                 f"{often}; {_WAY_OUT}"
             )
 
@@ -197,9 +197,9 @@ def full_layers_of(config: Config) -> int:
 
     ``layer_types`` outweighs ``max_window_layers``, whose default is 28 (transformers 5.23, configuration_qwen2.py).
     """
-    said, first = config.get("layer_types"), config.get("max_window_layers", 28)
-    if isinstance(said, list | tuple):
-        return said.count("full_attention")
+    types, first = config.get("layer_types"), config.get("max_window_layers", 28)
+    if isinstance(types, list | tuple):
+        return types.count("full_attention")
     return first if isinstance(first, int) else 28
 
 
@@ -208,10 +208,10 @@ def full_layers_of(config: Config) -> int:
 
 def _dropout(config: Config, family: str) -> Iterator[str]:
     rates = {key: config.get(key, default) for key, default in config_keys(family).dropout.items()}
-    said = [f"{key}={shown(rate)}" for key, rate in rates.items() if rate]
-    if said:
+    values = [f"{key}={shown(rate)}" for key, rate in rates.items() if rate]
+    if values:
         yield (
-            f"config.json trains with dropout ({', '.join(said)}), which is counted as off: each one keeps a mask of a byte per "
+            f"config.json trains with dropout ({', '.join(values)}), which is counted as off: each one keeps a mask of a byte per "
             "element, of the scores too where attention is eager"
         )
 
@@ -225,18 +225,18 @@ def _counted_otherwise(config: Config, family: str) -> Iterator[str]:
 
 
 def _another_head(config: Config) -> Iterator[str]:
-    said = config.get("architectures")
-    for name in said if isinstance(said, list | tuple) else ():
+    architectures = config.get("architectures")
+    for name in architectures if isinstance(architectures, list | tuple) else ():
         if isinstance(name, str) and not name.endswith(_OF_CAUSAL_MODELS):
             yield f"config.json is of a {shown(name)[1:-1]}; a language model's head and loss are counted"
 
 
 def quantised(config: Config) -> Iterator[str]:
     """Yield a note if the checkpoint is quantised, since training does not use that format."""
-    said = config.get("quantization_config")
-    if said is None:
+    quantization = config.get("quantization_config")
+    if quantization is None:
         return
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     stored = "" if method is None else f" ({shown(method)})"
     yield (
         f"config.json has a quantization_config{stored}, which is not counted: all weights are counted as --precision trains them; "

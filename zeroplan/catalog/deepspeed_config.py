@@ -157,11 +157,11 @@ class _Reader:
 
     def _resolve_auto_precision(self, auto: list[str]) -> None:
         """Resolve ``auto``: it follows the Trainer's ``bf16`` and ``fp16``, here ``--precision``, or else the file's section."""
-        key, asked = f"{auto[0][:4]}.enabled", self._beside.precision
-        if asked is None:
+        key, precision = f"{auto[0][:4]}.enabled", self._beside.precision
+        if precision is None:
             self._notes.append(f"{key} is auto and --precision not given: zeroplan assumes {auto[0]}")
-        fits = asked is None or asked in (*auto, "fp32")
-        self._flags["precision"] = Stated(key, (asked or auto[0]) if fits else auto[0])
+        fits = precision is None or precision in (*auto, "fp32")
+        self._flags["precision"] = Stated(key, (precision or auto[0]) if fits else auto[0])
 
     def _read_low_precision_states(self, bf16: Mapping[str, object]) -> None:
         """Read the states' dtypes: precision ``bf16`` has weights and states in bf16; only one of them in bf16 is not modelled."""
@@ -203,8 +203,8 @@ class _Reader:
             raise SpecError(f"{self._where}: aio.use_gds changes memory in a way that is not modelled; leave it out")
         for inner, default in (("block_size", 1 << 20), ("intra_op_parallelism", 1)):
             if aio.get(inner, default) != default:
-                said = f"aio.{inner}={shown(aio[inner])} is left out: {default} is DeepSpeed's default"
-                self._notes += [] if said in self._notes else [said]
+                note = f"aio.{inner}={shown(aio[inner])} is left out: {default} is DeepSpeed's default"
+                self._notes += [] if note in self._notes else [note]
 
     def _read_optimizer(self) -> None:
         """Read the optimizer. DeepSpeed's Adam and AdamW are its FusedAdam, or torch's with ``torch_adam`` (runtime/engine.py)."""

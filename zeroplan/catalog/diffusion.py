@@ -114,8 +114,8 @@ def left_out(config: Mapping[str, object]) -> str:
     >>> left_out({})
     'the text encoders and the VAE are not counted: add them where your loop keeps them on the GPU'
     """
-    said = config.get("zeroplan")
-    beside = said.get("beside") if isinstance(said, Mapping) else None
+    left = config.get("zeroplan")
+    beside = left.get("beside") if isinstance(left, Mapping) else None
     sizes = ", ".join(f"{name} {2 * n / 1e9:.1f} GB" for name, n in beside.items()) if isinstance(beside, Mapping) else ""
     unused = ""
     if any(config.get("_class_name") == one.class_name for one in DIFFUSERS if one.unused):
@@ -130,10 +130,10 @@ def sides(words: str) -> tuple[int, int]:
     >>> sides("1024x768"), sides("512")
     ((1024, 768), (512, 512))
     """
-    said = [one.strip() for one in words.lower().split("x")]
-    if not said or len(said) > len(("width", "height")) or not all(one.isdecimal() for one in said):
+    numbers = [one.strip() for one in words.lower().split("x")]
+    if not numbers or len(numbers) > len(("width", "height")) or not all(one.isdecimal() for one in numbers):
         raise SpecError(f"--image-size {words!r} is not a width and a height; write both in pixels, such as 1024x768")
-    return int(said[0]), int(said[-1])
+    return int(numbers[0]), int(numbers[-1])
 
 
 def pixels_of_a_latent(config: Mapping[str, object]) -> int:

@@ -56,10 +56,10 @@ def _by_words(plain: str) -> str | None:
     >>> _by_words("6000-ada"), _by_words("rtx-pro-6000"), _by_words("a100-80gb")
     ('rtx-6000-ada-48gb', 'rtx-pro-6000-blackwell-96gb', None)
     """
-    asked = set(plain.split("-"))
+    words = set(plain.split("-"))
     found = [file for file in files(_SHELF, extra=None).values() if any(
-        asked <= set(called.split("-")) for called in (file.stem, *_aliases(file)))]  # fmt: skip
-    return found[0].stem if len(found) == 1 and len(asked) > 1 else None
+        words <= set(called.split("-")) for called in (file.stem, *_aliases(file)))]  # fmt: skip
+    return found[0].stem if len(found) == 1 and len(words) > 1 else None
 
 
 def gpu_names(*, extra: Path | None = None) -> tuple[str, ...]:

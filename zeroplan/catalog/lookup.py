@@ -55,8 +55,8 @@ def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
         meant = next((one for one in found if one is not None), None) or _but_for_hyphens(shelf, _TUNED.sub("", last))
         file = None if meant is None else own.get(meant, shipped[meant])
     if file is None:
-        asked = name if len(name) <= _LONGEST_SHOWN else f"{name[: _LONGEST_SHOWN - 1]}…"
-        raise unknown_name(shelf.what, asked, {*shipped, *own}, shelf.way_out)
+        shown = name if len(name) <= _LONGEST_SHOWN else f"{name[: _LONGEST_SHOWN - 1]}…"
+        raise unknown_name(shelf.what, shown, {*shipped, *own}, shelf.way_out)
     return file
 
 
@@ -108,7 +108,7 @@ def _shipped_alias(shelf: Shelf, wanted: str) -> str | None:
 
 def _but_for_hyphens(shelf: Shelf, wanted: str) -> str | None:
     """Return the only entry with the same name or alias apart from hyphens: ``rtx4090``, ``llama3-8b``."""
-    asked = wanted.replace("-", "")
+    plain = wanted.replace("-", "")
     named = ((name, (name, *shelf.aliases(file))) for name, file in shipped_files(shelf.folder).items())
-    meant = [name for name, called in named if asked in {one.replace("-", "") for one in called}]
+    meant = [name for name, called in named if plain in {one.replace("-", "") for one in called}]
     return meant[0] if len(meant) == 1 else None

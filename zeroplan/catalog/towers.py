@@ -112,8 +112,8 @@ def _internvl(of: _Sizes) -> VisionSpec:
         "use_absolute_position_embeddings": True,
     }
     whole = {"vision_feature_layer": -1, "downsample_ratio": 0.5, "vision_feature_select_strategy": "default"}
-    said = [(of.config, plain | {"use_mask_token": False}), (of.whole, whole)]
-    if any(config.get(key, usual) != usual for config, keys in said for key, usual in keys.items()):
+    values = [(of.config, plain | {"use_mask_token": False}), (of.whole, whole)]
+    if any(config.get(key, usual) != usual for config, keys in values for key, usual in keys.items()):
         raise KeyError("another tower of InternVL's")
     if of.config.get("attention_bias") is not True:
         raise KeyError("attention_bias")
@@ -136,11 +136,11 @@ def cross_attention_layers(text: Config) -> int:
     >>> cross_attention_layers({"num_hidden_layers": 10, "cross_attention_layers": [3, 8]})
     2
     """
-    layers, said = text.get("num_hidden_layers", 40), text.get("cross_attention_layers") or _CROSS
-    if not isinstance(said, list | tuple) or not isinstance(layers, int):
+    layers, layers_with_it = text.get("num_hidden_layers", 40), text.get("cross_attention_layers") or _CROSS
+    if not isinstance(layers_with_it, list | tuple) or not isinstance(layers, int):
         return 0
-    period = layers // max(1, len(said))
-    return len(said) if period > 1 and list(said) == list(range(period - 2, layers, period)) else 0
+    period = layers // max(1, len(layers_with_it))
+    return len(layers_with_it) if period > 1 and list(layers_with_it) == list(range(period - 2, layers, period)) else 0
 
 
 def _mllama(of: _Sizes) -> VisionSpec:
@@ -217,8 +217,8 @@ def _qwen2_5_omni(of: _Sizes) -> VisionSpec:
 
     ``speech_parameters``, a key of the catalogue alone: talker and token2wav in 16 bits, where a program loads them, too.
     """
-    said = of.whole.get("speech_parameters")
-    speech = said if isinstance(said, int) else 0
+    speech_parameters = of.whole.get("speech_parameters")
+    speech = speech_parameters if isinstance(speech_parameters, int) else 0
     sound, width, plain = _sound(of), _sound(of)("d_model", 1280), _qwen2_5(of)
     text = sound("output_dim", 3584)
     convolutions = 3 * width * (sound("num_mel_bins", 128) + width) + 2 * width

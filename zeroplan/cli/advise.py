@@ -8,7 +8,7 @@ import typer
 
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import AsJson
-from zeroplan.cli.job_flags import Asked, takes_a_request
+from zeroplan.cli.job_flags import JobRequest, with_request_flags
 from zeroplan.cli.plan import Calibrate, shares_measured
 from zeroplan.resolve import Request, SetupRead, resolve, with_setup
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def _advise(
     *,
-    asked: Asked,
+    job_request: JobRequest,
     calibrate: Calibrate = None,
     as_json: AsJson = False,
 ) -> int:
@@ -27,9 +27,9 @@ def _advise(
     from zeroplan.advice import advise  # noqa: PLC0415  only this command pays for it
     from zeroplan.report.advice import advice_payload, advice_text  # noqa: PLC0415
 
-    job, notes, *_ = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
-    shares = shares_measured(calibrate, asked)
-    job, found = replace(job, cluster=replace(job.cluster, shares=shares)), _setup(asked)
+    job, notes, *_ = resolve(job_request.request, extra=job_request.extra, chosen=job_request.chosen)
+    shares = shares_measured(calibrate, job_request)
+    job, found = replace(job, cluster=replace(job.cluster, shares=shares)), _setup(job_request)
     job = _as_its_program_would(job, found)
     advised = advise(job)
 
@@ -45,12 +45,12 @@ def _advise(
     return 0
 
 
-def _setup(asked: Asked) -> SetupRead:
+def _setup(job_request: JobRequest) -> SetupRead:
     """The user's configuration file, so that advice can name its keys; ``--deepspeed-config`` counts as one."""
-    request = asked.request
+    request = job_request.request
     if request.from_file is None and request.deepspeed_config is not None:
         return SetupRead(request, kind="deepspeed")
-    return with_setup(request, asked.chosen)
+    return with_setup(request, job_request.chosen)
 
 
 def _as_its_program_would(job: "JobSpec", found: SetupRead) -> "JobSpec":
@@ -77,4 +77,4 @@ def _job_or_setup(path: Path) -> Request:
     return replace(Request(), from_file=str(path)) if is_setup(path) else read_job_file(path)
 
 
-advise_command = takes_a_request(_advise, read_file=_job_or_setup)
+advise_command = with_request_flags(_advise, read_file=_job_or_setup)

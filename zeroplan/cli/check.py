@@ -7,7 +7,7 @@ import typer
 
 from zeroplan.cli import BAD_INPUT, NO, say
 from zeroplan.cli.flags import flag, switch
-from zeroplan.cli.job_flags import Shared, takes_flags_of_two
+from zeroplan.cli.job_flags import Shared, with_flags_of_two_jobs
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.report.checks import FORMATS, Checked, Format, Outcome, checked, loop_beside, refused, shown, summary
 
@@ -52,7 +52,7 @@ def _check(
     return NO if any(row.outcome in fails for row in rows) else 0
 
 
-check_command = takes_flags_of_two(_check)
+check_command = with_flags_of_two_jobs(_check)
 
 
 def _format(text: str) -> Format:

@@ -32,10 +32,10 @@ def compare_command(
     as_markdown: AsMarkdown = False,
 ) -> int:
     """Compare records with the estimates of their jobs. Exit code 3: one differs by more than --tolerance."""
-    from zeroplan.cli.comparing import as_data, given, printed_of_many, rows_of  # noqa: PLC0415  only this command
+    from zeroplan.cli.comparing import as_data, printed_of_many, read_files, rows_of  # noqa: PLC0415  only this command
 
     limit = parse_tolerance(tolerance)
-    found = given(records)
+    found = read_files(records)
     rows = rows_of(found, tolerance=limit)
     if as_json:
         typer.echo(as_data(found, tolerance=limit))

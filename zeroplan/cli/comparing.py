@@ -34,7 +34,7 @@ class Held(NamedTuple):
         return Row(self.name, self.comparison.peak.predicted, self.comparison, self.comparison.agrees(tolerance))
 
 
-class Given(NamedTuple):
+class ComparedFiles(NamedTuple):
     """The content of some files: records of single runs, and the last result of each case of a matrix."""
 
     held: tuple[Held, ...]
@@ -46,7 +46,7 @@ class Given(NamedTuple):
         return tuple(Held.of(one.record, one.name) for one in self.results if one.record is not None)
 
 
-def given(records: list[str]) -> Given:
+def read_files(records: list[str]) -> ComparedFiles:
     """Return the records and results at the paths; raises :class:`~zeroplan.errors.SpecError` for the first other file."""
     held: list[Held] = []
     results: list[Result] = []
@@ -57,7 +57,7 @@ def given(records: list[str]) -> Given:
             results += last_results(path)
         else:
             held.append(Held.of(read_record(path), path.stem))
-    return Given(tuple(held), tuple(results))
+    return ComparedFiles(tuple(held), tuple(results))
 
 
 def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
@@ -74,7 +74,7 @@ def judged(held: tuple[Held, ...]) -> tuple[Held, ...]:
     return tuple(fullest.values())
 
 
-def rows_of(found: Given, *, tolerance: float) -> list[Row]:
+def rows_of(found: ComparedFiles, *, tolerance: float) -> list[Row]:
     """Return a row for each run and each case of a matrix."""
     runs = [one.row(tolerance) for one in judged(found.held)]
     if not found.results:
@@ -86,10 +86,14 @@ def rows_of(found: Given, *, tolerance: float) -> list[Row]:
 
 def printed(held: tuple[Held, ...], *, tolerance: float, as_json: bool) -> str:
     """Return the comparison of each run in full, or as JSON."""
-    return as_data(Given(held, ()), tolerance=tolerance) if as_json else in_full(Given(held, ()), tolerance=tolerance)
+    return (
+        as_data(ComparedFiles(held, ()), tolerance=tolerance)
+        if as_json
+        else in_full(ComparedFiles(held, ()), tolerance=tolerance)
+    )
 
 
-def printed_of_many(found: Given, rows: list[Row], *, tolerance: float, verbose: bool, as_markdown: bool) -> str:
+def printed_of_many(found: ComparedFiles, rows: list[Row], *, tolerance: float, verbose: bool, as_markdown: bool) -> str:
     """Return one run in full, or several as a table; ``verbose`` adds each run in full above the table."""
     parts, alone = [], len(rows) == 1 and rows[0].comparison is not None
     if alone or verbose:
@@ -100,7 +104,7 @@ def printed_of_many(found: Given, rows: list[Row], *, tolerance: float, verbose:
     return "\n\n".join(part for part in parts if part)
 
 
-def in_full(found: Given, *, tolerance: float, as_markdown: bool = False) -> str:
+def in_full(found: ComparedFiles, *, tolerance: float, as_markdown: bool = False) -> str:
     """Return every run's comparison in full, and one line for each of its other ranks."""
     rendering = comparison_markdown if as_markdown else comparison_text
     chosen = judged(found.held)
@@ -118,11 +122,11 @@ def _tabled(rows: list[Row], others: int, *, tolerance: float, as_markdown: bool
     if not others:
         return text
     ranks = "1 record is of another rank" if others == 1 else f"{others:,} records are of other ranks"
-    said = f"{ranks} of these runs; each line has the fullest rank, which the estimate is of."
-    return f"{text}\n{'- ' if as_markdown else ''}{said}"
+    remark = f"{ranks} of these runs; each line has the fullest rank, which the estimate is of."
+    return f"{text}\n{'- ' if as_markdown else ''}{remark}"
 
 
-def as_data(found: Given, *, tolerance: float) -> str:
+def as_data(found: ComparedFiles, *, tolerance: float) -> str:
     """Return every comparison as JSON, and the cases of a matrix without a record."""
     every = (*found.held, *found.measured)
     rows = [{"name": one.name, **comparison_payload(one.comparison, one.measurement, tolerance=tolerance)} for one in every]

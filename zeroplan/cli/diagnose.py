@@ -8,7 +8,7 @@ import typer
 
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import AsJson
-from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
 from zeroplan.snapshots.message import LONGEST_BYTES
@@ -56,7 +56,7 @@ def _diagnose(
     typer.echo(_printed(found, snapshot, rows, job, as_json=as_json))
 
 
-diagnose_command = takes_a_job(_diagnose, or_none=True)
+diagnose_command = with_job_flags(_diagnose, or_none=True)
 
 
 def _piped() -> str:
@@ -87,8 +87,8 @@ def _of_message(text: str, where: str, resolved: Resolved | None, *, as_json: bo
     from zeroplan.report.out_of_memory import explained, message_payload, message_text  # noqa: PLC0415  only a message pays for it
     from zeroplan.snapshots.message import read_message  # noqa: PLC0415  the same
 
-    said = read_message(text, where="standard input" if where == "-" else f"{where[:40]!r}")
-    found = explained(said, None if resolved is None else resolved.job)
+    message = read_message(text, where="standard input" if where == "-" else f"{where[:40]!r}")
+    found = explained(message, None if resolved is None else resolved.job)
     return json_text(message_payload(found)) if as_json else message_text(found)
 
 

@@ -7,7 +7,7 @@ import typer
 
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.flags import AsJson, AsMarkdown, UnitName, flag, refuse_two_renderings, switch
-from zeroplan.cli.job_flags import Shared, takes_flags_of_two
+from zeroplan.cli.job_flags import Shared, with_flags_of_two_jobs
 from zeroplan.errors import SpecError
 from zeroplan.units import Unit, parse_fraction, unit_named
 
@@ -56,7 +56,7 @@ def _diff(
 
     found = between(*_sides(words or [], shared))
     if as_json:
-        from zeroplan.report.difference import difference_payload  # noqa: PLC0415  only the rendering asked for is loaded
+        from zeroplan.report.difference import difference_payload  # noqa: PLC0415  only the chosen rendering is loaded
 
         typer.echo(json_text(difference_payload(found, limit=limit)))
     else:
@@ -64,7 +64,7 @@ def _diff(
     return NO if limit is not None and found.growth > limit else 0
 
 
-diff_command = takes_flags_of_two(_diff)
+diff_command = with_flags_of_two_jobs(_diff)
 
 
 def _limit(text: str | None) -> float | None:
@@ -78,7 +78,7 @@ def _limit(text: str | None) -> float | None:
 
 
 def _show(found: "Difference", sizes: Unit, limit: float | None, *, verbose: bool, as_markdown: bool) -> None:
-    from zeroplan.cli.dryrun_files import printable  # noqa: PLC0415  only the rendering asked for is loaded
+    from zeroplan.cli.dryrun_files import printable  # noqa: PLC0415  only the chosen rendering is loaded
     from zeroplan.cli.terminal import show  # noqa: PLC0415
     from zeroplan.report.difference import difference_markdown, difference_text  # noqa: PLC0415
     from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415

@@ -7,8 +7,8 @@ import typer
 
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.dryrun_files import printable, saved_at, show_saved
-from zeroplan.cli.dryrun_flags import Flags, takes_flags
-from zeroplan.cli.dryrun_on_card import Asked, Limits, on_card
+from zeroplan.cli.dryrun_flags import Flags, with_dryrun_flags
+from zeroplan.cli.dryrun_on_card import Limits, ScriptRun, on_card
 from zeroplan.cli.dryrun_task import dry_run_of
 from zeroplan.cli.flags import TOLERANCE, parse_tolerance
 from zeroplan.dryrun.command import read_command
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from zeroplan.script_trace import SavedRun
 
 
-@takes_flags
+@with_dryrun_flags
 def dryrun_command(words: list[str] | None, flags: Flags) -> int:
     """Run your training script as one rank of N without a GPU, and print the GPU memory: zeroplan dryrun --gpus 8 -- train.py
 
@@ -29,12 +29,12 @@ def dryrun_command(words: list[str] | None, flags: Flags) -> int:
     flags.refuse()
     before = None if flags.against is None else saved_at(flags.against)
     if flags.on_card:
-        asked = Asked(
+        script_run = ScriptRun(
             read_command(words or []), flags.ranks, Limits(parse_tolerance(flags.tolerance or TOLERANCE), flags.seconds),
             imbalance=flags.times, eager=flags.eager, quiet=flags.quiet,
         )  # fmt: skip
         compared = None if before is None else (str(flags.against), before)
-        return on_card(asked, flags.wanted, compared, sizes, as_json=flags.as_json)
+        return on_card(script_run, flags.wanted, compared, sizes, as_json=flags.as_json)
     found = _run(words, flags) if flags.show is None else show_saved(flags.show, words)
     flags.wanted.write(found)
     typer.echo(_answered(found.run, flags, sizes) if before is None else _changed(before, found, flags, sizes))

@@ -178,7 +178,7 @@ _UNTIL_END = _Rule("--until-end", ("--steps", "--profile"), "which does not stop
 _AGAINST = _Rule("--against", ("--verbose",), "which prints the changes instead of the answer")
 
 
-def takes_flags(command: Callable[[list[str] | None, Flags], int]) -> Callable[..., int]:
+def with_dryrun_flags(command: Callable[[list[str] | None, Flags], int]) -> Callable[..., int]:
     """Turn ``f(words, flags)`` into a command with every flag in its signature, which typer reads."""
 
     @wraps(command)

@@ -26,7 +26,7 @@ class Limits(NamedTuple):
     seconds: float
 
 
-class Asked(NamedTuple):
+class ScriptRun(NamedTuple):
     """A script, its rank and how to run it."""
 
     command: Command
@@ -43,7 +43,7 @@ class Asked(NamedTuple):
 
 
 def on_card(
-    asked: Asked, wanted: Wanted, before: "tuple[str, SavedRun] | None", sizes: Unit, *, as_json: bool
+    run: ScriptRun, wanted: Wanted, before: "tuple[str, SavedRun] | None", sizes: Unit, *, as_json: bool
 ) -> int:  # fmt: skip
     """Run a script on GPUs, compare it with its dry run and print the comparison; returns 3 if they disagree.
 
@@ -55,31 +55,31 @@ def on_card(
     from zeroplan.dryrun.on_card.launch import card_here, on_card  # noqa: PLC0415  start-up is part of every command's time
     from zeroplan.report.dryrun_on_card import CardComparison, on_card_payload, on_card_text  # noqa: PLC0415
 
-    task = asked.how.task(asked.command)
-    task = replace(_for_card(task, asked, card_here(task)), eager=asked.eager, traced=bool(wanted.named))
-    task = replace(task, imbalance=asked.imbalance)
+    task = run.how.task(run.command)
+    task = replace(_for_card(task, run, card_here(task)), eager=run.eager, traced=bool(wanted.named))
+    task = replace(task, imbalance=run.imbalance)
     if before is not None:
-        _require_same(before, task, alone=asked.alone)
+        _require_same(before, task, alone=run.alone)
         predicted = before[1]
         task = replace(task, steps=len(predicted.run.steps))
     else:
-        predicted = dry_run_of(task, asked.limits.seconds, quiet=asked.quiet)
+        predicted = dry_run_of(task, run.limits.seconds, quiet=run.quiet)
         wanted.write(predicted)
-    if not asked.quiet:
-        say(f"running {task.target} on {'one GPU' if asked.alone else 'the GPUs of its launcher'}")
-    ranks = on_card(task, asked.command, alone=asked.alone, timeout_s=asked.limits.seconds, quiet=asked.quiet)
-    found = CardComparison(ranks, predicted.run, asked.limits.tolerance)
+    if not run.quiet:
+        say(f"running {task.target} on {'one GPU' if run.alone else 'the GPUs of its launcher'}")
+    ranks = on_card(task, run.command, alone=run.alone, timeout_s=run.limits.seconds, quiet=run.quiet)
+    found = CardComparison(ranks, predicted.run, run.limits.tolerance)
     typer.echo(json_text(on_card_payload(found)) if as_json else printable(on_card_text(found, unit=sizes)))
     return 0 if found.agrees else DISAGREES
 
 
-def _for_card(task: DryRunTask, asked: Asked, card: "CardHere") -> DryRunTask:
+def _for_card(task: DryRunTask, run: ScriptRun, card: "CardHere") -> DryRunTask:
     """The task with this machine's GPU if the user named none, and its number of GPUs if the launcher uses all of them."""
     from zeroplan.catalog.gpu import gpu as gpu_named  # noqa: PLC0415  see on_card
 
-    if not asked.alone and asked.how.gpus is None and asked.command.gpus is None:
+    if not run.alone and run.how.gpus is None and run.command.gpus is None:
         task = replace(task, gpus=card.count, gpus_per_node=card.count)
-    if asked.how.gpu is not None:
+    if run.how.gpu is not None:
         return task
     try:
         return replace(task, gpu=gpu_named(card.name).name)

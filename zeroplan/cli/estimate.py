@@ -7,7 +7,7 @@ import typer
 
 from zeroplan.cli import NO, json_text, say
 from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse_two_renderings, switch
-from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
 from zeroplan.resolve import Resolved
@@ -36,7 +36,7 @@ TraceFile = Annotated[str | None, flag("--trace", "FILE", "Write the step for Pe
 SnapshotFile = Annotated[str | None, flag("--snapshot", "FILE", "Write the step for torch's memory_viz, as a pickle.")]
 
 
-@takes_a_job
+@with_job_flags
 def estimate_command(
     *,
     resolved: Resolved,
@@ -160,7 +160,7 @@ class _How(NamedTuple):
         if self.as_json:
             typer.echo(_json(answer, notes, changes, lengths, longest))
         elif self.as_markdown:
-            from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the rendering asked for is loaded
+            from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the chosen rendering is loaded
 
             typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lines))
         else:
@@ -169,7 +169,7 @@ class _How(NamedTuple):
     def _show_text(
         self, answer: Estimate, notes: tuple[str, ...], changes: "tuple[Remedy, ...]", lengths: tuple[str, ...]
     ) -> None:
-        from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
+        from zeroplan.cli.terminal import show  # noqa: PLC0415  only the chosen rendering is loaded
         from zeroplan.report.text import estimate_text  # noqa: PLC0415
         from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
 
@@ -198,6 +198,6 @@ def _json(
     lengths: dict[str, object] | None,
     longest: "Longest | None",
 ) -> str:
-    from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the rendering asked for is loaded
+    from zeroplan.report.payload import estimate_payload  # noqa: PLC0415  only the chosen rendering is loaded
 
     return json_text(estimate_payload(answer, notes, changes, lengths, longest))

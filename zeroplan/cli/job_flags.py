@@ -1,6 +1,6 @@
 """The flags that describe a job, shared by many commands, and how they become a request.
 
-Each flag is a field of :class:`~zeroplan.resolve.Request`. A command is a function of the resolved job. :func:`takes_a_job` puts
+Each flag is a field of :class:`~zeroplan.resolve.Request`. A command is a function of the resolved job. :func:`with_job_flags` puts
 the flags into its signature, so that help, completion and parsing come from the same declarations.
 """
 
@@ -45,7 +45,7 @@ _OF_COMMANDS = frozenset({
 _RARELY_NEEDED = frozenset({"--from-run", "--set", "--catalog", *_OF_COMMANDS, *(one.flag for one in FLAGS)}) - _OFTEN_NEEDED
 
 
-def takes_a_job(
+def with_job_flags(
     command: Callable[..., int | None], *, or_none: bool = False, gpus_as: str = "", traces: bool = True
 ) -> Callable[..., int | None]:
     """Return ``f(resolved, **own)`` as a command with the job's flags beside its own; ``resolved`` is the resolved job.
@@ -55,9 +55,9 @@ def takes_a_job(
     """
 
     def resolved(given: dict[str, object], mine: dict[str, object]) -> Resolved | None:
-        said = any(given[name] is not None for name in given if name != "catalog")
+        any_given = any(given[name] is not None for name in given if name != "catalog")
         given = _with_gpus(given, gpus_as, mine.get(gpus_as))
-        return _resolved(given, traces=traces) if said or not or_none else None
+        return _resolved(given, traces=traces) if any_given or not or_none else None
 
     return _with_flags(command, "resolved", resolved)
 
@@ -65,12 +65,12 @@ def takes_a_job(
 _ReadFile = Callable[[Path], Request]
 
 
-def takes_a_request(command: Callable[..., int | None], *, read_file: _ReadFile | None = None) -> Callable[..., int | None]:
-    """Return ``f(asked, **own)`` as a command with the job's flags beside its own; ``asked`` has the unresolved request.
+def with_request_flags(command: Callable[..., int | None], *, read_file: _ReadFile | None = None) -> Callable[..., int | None]:
+    """Return ``f(job_request, **own)`` as a command with the job's flags beside its own, and with the unresolved request.
 
     ``read_file`` reads the argument if it may be another file than a job file.
     """
-    return _with_flags(command, "asked", lambda given, _: _traced(_asked(given, read_file), every=True))
+    return _with_flags(command, "job_request", lambda given, _: _traced(_job_request(given, read_file), every=True))
 
 
 class Shared(NamedTuple):
@@ -94,11 +94,11 @@ class Shared(NamedTuple):
         settings = [*_listed(self.given["settings"]), *_listed(own["settings"])]
         if not any(word.startswith("--catalog") for word in words):
             own["catalog"] = None  # the environment's catalogue is already in the shared flags
-        said = {name: value for name, value in own.items() if value is not None}
+        set_now = {name: value for name, value in own.items() if value is not None}
         given = self.given
-        if said.keys() & set(WAYS_TO_NAME):  # a model in the further flags replaces all flags of the model
+        if set_now.keys() & set(WAYS_TO_NAME):  # a model in the further flags replaces all flags of the model
             given = {**given, **dict.fromkeys((*WAYS_TO_NAME, "treat_as"))}
-        return Shared({**given, **said, "settings": settings or None})
+        return Shared({**given, **set_now, "settings": settings or None})
 
     def resolved(self, request: Request | None, name: str) -> Resolved:
         """Return the complete job of a file's request overridden by these flags, or of the flags alone."""
@@ -106,7 +106,7 @@ class Shared(NamedTuple):
         return _resolved(given, traces=True, read_file=None if request is None else lambda _: request)
 
 
-def takes_flags_of_two(command: Callable[..., int | None]) -> Callable[..., int | None]:
+def with_flags_of_two_jobs(command: Callable[..., int | None]) -> Callable[..., int | None]:
     """Return ``f(shared, **own)`` as a command with the job's flags beside its own; ``shared`` has the flags of both jobs."""
     return _with_flags(command, "shared", lambda given, _: Shared(given), with_file=False)
 
@@ -122,7 +122,11 @@ def _with_flags(
     command: Callable[..., int | None], name_of_job: str, read: _Read, *, with_file: bool = True
 ) -> Callable[..., int | None]:
     own = [parameter for name, parameter in inspect.signature(command).parameters.items() if name != name_of_job]
-    first = [one for one in own if any(isinstance(said, ArgumentInfo) for said in getattr(one.annotation, "__metadata__", ()))]
+    first = [
+        one
+        for one in own
+        if any(isinstance(annotation, ArgumentInfo) for annotation in getattr(one.annotation, "__metadata__", ()))
+    ]
 
     def run(*, help_all: bool = False, **given: object) -> int | None:  # noqa: ARG001  its callback has already ended the program
         mine = {parameter.name: given.pop(parameter.name) for parameter in own}
@@ -183,8 +187,8 @@ def _help_parameter() -> inspect.Parameter:
     return keyword("help_all", Annotated[bool, option], False)
 
 
-def _explain_all(context: typer.Context, asked: bool) -> None:
-    if asked:
+def _explain_all(context: typer.Context, given: bool) -> None:
+    if given:
         context.meta[ALL_FLAGS] = True
         typer.echo(context.get_help())
         raise typer.Exit
@@ -196,7 +200,7 @@ def _set_parameter() -> inspect.Parameter:
     return keyword("settings", Annotated[list[str] | None, option], None)
 
 
-class Asked(NamedTuple):
+class JobRequest(NamedTuple):
     """A job's request (flags over a job file or a run), the user's catalogue, and the names of options from `--set`."""
 
     request: Request
@@ -217,46 +221,46 @@ class Asked(NamedTuple):
         return self.notes if self.run is None else self.run.how_sure(job)
 
 
-def _traced(asked: Asked, *, every: bool) -> Asked:
+def _traced(job_request: JobRequest, *, every: bool) -> JobRequest:
     """The request with a profile if its model has no formulas; ``every``: a profile for all engines and recomputations."""
-    if asked.request.config is None and asked.request.fetched is None:
-        return asked
+    if job_request.request.config is None and job_request.request.fetched is None:
+        return job_request
     from zeroplan.auto_profile import with_own_profile  # noqa: PLC0415  few models need it
 
-    request, notes = with_own_profile(asked.request, say=say, chosen=asked.chosen, every=every)
-    return asked._replace(request=request, notes=notes)
+    request, notes = with_own_profile(job_request.request, say=say, chosen=job_request.chosen, every=every)
+    return job_request._replace(request=request, notes=notes)
 
 
 def _resolved(given: dict[str, object], *, traces: bool, read_file: _ReadFile | None = None) -> Resolved:
-    asked = _asked(given, read_file)
-    asked = _traced(asked, every=False) if traces else asked
-    found = resolve(asked.request, extra=asked.extra, chosen=asked.chosen)
-    return found._replace(notes=(*asked.how_sure(found.job), *found.notes))
+    job_request = _job_request(given, read_file)
+    job_request = _traced(job_request, every=False) if traces else job_request
+    found = resolve(job_request.request, extra=job_request.extra, chosen=job_request.chosen)
+    return found._replace(notes=(*job_request.how_sure(found.job), *found.notes))
 
 
-def _asked(given: dict[str, object], read_file: _ReadFile | None = None) -> Asked:
+def _job_request(given: dict[str, object], read_file: _ReadFile | None = None) -> JobRequest:
     catalog, from_run = given.pop("catalog"), given.pop("from_run")
     settings = given.pop("settings")
     settings = settings if isinstance(settings, (list, tuple)) else []
     job_file = given.pop("job_file")
-    said = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
-    stated = Request(**said)  # type: ignore[arg-type]  # Request checks every field
-    run = None if from_run is None else _run(str(from_run), said, job_file)
+    flags = {flag.field: _value(flag, given[flag.field]) for flag in FLAGS if given[flag.field] is not None}
+    stated = Request(**flags)  # type: ignore[arg-type]  # Request checks every field
+    run = None if from_run is None else _run(str(from_run), flags, job_file)
     if run is not None:
         request = run.overridden_by(stated)
     else:
         request = (_from_file(str(job_file), read_file) if job_file is not None else Request()).overridden_by(stated)
     extra = folder(None if catalog is None else str(catalog))
-    request = _looked_up(request, extra) if "model" in said else request
+    request = _looked_up(request, extra) if "model" in flags else request
     for setting in settings:
         request = with_setting(request, str(setting))
     chosen = tuple(str(setting).partition("=")[0].removeprefix("deepspeed.") for setting in settings)
-    return Asked(request, extra, chosen, run, stated)
+    return JobRequest(request, extra, chosen, run, stated)
 
 
-def _run(path: str, said: dict[str, object], job_file: object) -> "FromRun":
+def _run(path: str, flags: dict[str, object], job_file: object) -> "FromRun":
     """Return the saved run at a path; raises SpecError if another flag or a job file names a model as well."""
-    other = next((name for name in (*WAYS_TO_NAME, "from_file", "deepspeed_config") if name in said), None)
+    other = next((name for name in (*WAYS_TO_NAME, "from_file", "deepspeed_config") if name in flags), None)
     if other is not None or job_file is not None:
         flag = f"--{other.removesuffix('_file').replace('_', '-')}" if other else f"job file {str(job_file)!r}"
         raise SpecError(f"--from-run {path!r} and {flag} both name what is trained; leave one of them out")

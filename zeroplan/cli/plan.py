@@ -9,7 +9,7 @@ import typer
 
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.flags import AsJson, AsMarkdown, Force, flag, refuse_two_renderings, switch
-from zeroplan.cli.job_flags import Asked, takes_a_request
+from zeroplan.cli.job_flags import JobRequest, with_request_flags
 from zeroplan.cli.searching import shown_if_slow
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Request
@@ -92,9 +92,9 @@ Out = Annotated[str | None, flag("", "FOLDER", "The folder for --emit. (default:
 Verbose = Annotated[bool, switch("--verbose", "Also print memory by kind, time by part and rejected layouts.", short="-v")]
 
 
-@takes_a_request
+@with_request_flags
 def plan_command(
-    *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
+    *, job_request: JobRequest, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, search_optimizer: SearchOptimizer = False,
     mfu: Mfu = None, margin: Margin = None, calibrate: Calibrate = None, measured: Measured = None,
     measured_job: MeasuredJob = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
@@ -110,8 +110,8 @@ def plan_command(
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
-    question = question._replace(search_optimizer=search_optimizer, shares=shares_measured(calibrate, asked))
-    learnt = _learnt(measured, measured_job, asked, calibrate)
+    question = question._replace(search_optimizer=search_optimizer, shares=shares_measured(calibrate, job_request))
+    learnt = _learnt(measured, measured_job, job_request, calibrate)
     if learnt is not None:
         question = question._replace(shares=learnt.cluster.shares)
     if margin is not None:
@@ -119,10 +119,10 @@ def plan_command(
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
     price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
     with shown_if_slow():
-        answer, request, notes = _planned(asked, question, target)
+        answer, request, notes = _planned(job_request, question, target)
     beside = Beside("", budget, price)
     if answer.best is not None:
-        beside = _with_command(beside, answer.best, request, asked)
+        beside = _with_command(beside, answer.best, request, job_request)
         if target is not None:
             beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
         beside = beside._replace(notes=(*beside.notes, *notes, *(() if learnt is None else (learnt_words(learnt),))))
@@ -130,7 +130,7 @@ def plan_command(
     return NO if answer.best is None else 0
 
 
-def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
+def _planned(job_request: JobRequest, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
     """Return the plan, the completed request, and notes on the file to write."""
     from zeroplan.export.accelerate import as_accelerate_has_it  # noqa: PLC0415  see plan_command
     from zeroplan.export.files import inexpressible_in  # noqa: PLC0415
@@ -138,23 +138,23 @@ def _planned(asked: Asked, question: "Question", target: "Target | None") -> "tu
     from zeroplan.transformer.params import parameter_count  # noqa: PLC0415
 
     looked_for = {"seq_len": question.max_seq, "gpus": question.min_gpus}
-    found = with_setup_defaults(asked.to_search([name for name, wanted in looked_for.items() if wanted]))
-    told = found.request
-    request = as_accelerate_has_it(told) if target == "accelerate" else told
-    answer = ask(request, found.question(question), extra=asked.extra, inexpressible=inexpressible_in(target))
+    found = with_setup_defaults(job_request.to_search([name for name, wanted in looked_for.items() if wanted]))
+    to_plan = found.request
+    request = as_accelerate_has_it(to_plan) if target == "accelerate" else to_plan
+    answer = ask(request, found.question(question), extra=job_request.extra, inexpressible=inexpressible_in(target))
     answer = replace(answer, notes=(*found.notes, *answer.notes))
-    notes = (_HELD,) if request.keep_logits != told.keep_logits else ()
+    notes = (_HELD,) if request.keep_logits != to_plan.keep_logits else ()
     if answer.best is not None:
-        answer = replace(answer, notes=(*asked.how_sure(answer.best.layout.job), *answer.notes))
+        answer = replace(answer, notes=(*job_request.how_sure(answer.best.layout.job), *answer.notes))
     if question.max_params and answer.best is not None:
         request = replace(request, params=parameter_count(answer.base.model))
     return answer, request, notes
 
 
-def _with_command(beside: "Beside", best: "Best", request: Request, asked: Asked) -> "Beside":
+def _with_command(beside: "Beside", best: "Best", request: Request, job_request: JobRequest) -> "Beside":
     from zeroplan.export.command import estimate_command  # noqa: PLC0415  see plan_command
 
-    path = None if asked.run is None else asked.run.path
+    path = None if job_request.run is None else job_request.run.path
     return beside._replace(command=estimate_command(best.layout.job, request, from_run=path))
 
 
@@ -179,7 +179,7 @@ def question_of(
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch, max_params=max_params)
 
 
-def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | None":
+def shares_measured(records: list[str] | None, job_request: JobRequest) -> "SharesSpec | None":
     """Return the shares of the GPU's rates that the recorded steps reached; None without records."""
     if not records:
         return None
@@ -187,7 +187,9 @@ def shares_measured(records: list[str] | None, asked: Asked) -> "SharesSpec | No
     from zeroplan.records import read_record  # noqa: PLC0415
     from zeroplan.resolve import cluster_of  # noqa: PLC0415
 
-    return calibrated([read_record(Path(record)) for record in records], cluster_of(asked.request, asked.extra)).shares
+    return calibrated(
+        [read_record(Path(record)) for record in records], cluster_of(job_request.request, job_request.extra)
+    ).shares
 
 
 def measured_rate(text: str, job: "JobSpec") -> float:
@@ -211,7 +213,7 @@ def measured_rate(text: str, job: "JobSpec") -> float:
 _RATE = "tokens-per-second"
 
 
-def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: list[str] | None) -> "Learnt | None":
+def _learnt(measured: str | None, path: str | None, job_request: JobRequest, calibrate: list[str] | None) -> "Learnt | None":
     """Return the calibration from the run of --measured and --measured-job; None without it."""
     if (measured is None) != (path is None):
         raise SpecError(
@@ -225,7 +227,10 @@ def _learnt(measured: str | None, path: str | None, asked: Asked, calibrate: lis
     from zeroplan.job_file import read_job_file  # noqa: PLC0415
     from zeroplan.resolve import cluster_of, resolve  # noqa: PLC0415
 
-    job, here = resolve(read_job_file(Path(path)), extra=asked.extra).job, cluster_of(asked.request, asked.extra)
+    job, here = (
+        resolve(read_job_file(Path(path)), extra=job_request.extra).job,
+        cluster_of(job_request.request, job_request.extra),
+    )
     if job.cluster.gpu is None or here.gpu is None or job.cluster.gpu.name != here.gpu.name:
         raise SpecError(f"--measured-job {path!r} describes another GPU than --gpu; use the same")
     return learnt_from(job, measured_rate(measured, job))

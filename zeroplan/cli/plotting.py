@@ -12,7 +12,7 @@ import typer
 from zeroplan.cli import NO, say_notes
 from zeroplan.cli.compare import Records
 from zeroplan.cli.flags import TOLERANCE, Force, flag, parse_tolerance, switch
-from zeroplan.cli.job_flags import Asked, takes_a_job, takes_a_request
+from zeroplan.cli.job_flags import JobRequest, with_job_flags, with_request_flags
 from zeroplan.cli.plan import GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
 from zeroplan.cli.quick import QuickCommand
 from zeroplan.cli.searching import shown_if_slow
@@ -122,7 +122,7 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
         drawn(kind, made, where)
 
     command.__doc__ = _HELP[kind]
-    return takes_a_job(command)
+    return with_job_flags(command)
 
 
 _HELP = {
@@ -136,7 +136,7 @@ for _kind in _HELP:
 
 
 def _pareto(
-    *, asked: Asked, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
+    *, job_request: JobRequest, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
     max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: Out = None,
     theme: ThemeName = "light", text: _Text = False, force: Force = False,
 ) -> int:  # fmt: skip
@@ -149,12 +149,12 @@ def _pareto(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
     with shown_if_slow():
-        answer = ask(asked.request, question, extra=asked.extra)
+        answer = ask(job_request.request, question, extra=job_request.extra)
     drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 
 
-kinds_app.command("pareto", cls=QuickCommand)(takes_a_request(_pareto))
+kinds_app.command("pareto", cls=QuickCommand)(with_request_flags(_pareto))
 
 
 _Record = Annotated[
@@ -232,7 +232,7 @@ def _draw_run(run: str | None, where: Where, *, whole: bool, other: bool) -> Non
     drawn("run", series_of(saved, whole=whole), where)
 
 
-kinds_app.command("timeline", cls=QuickCommand)(takes_a_job(_timeline, or_none=True))
+kinds_app.command("timeline", cls=QuickCommand)(with_job_flags(_timeline, or_none=True))
 
 
 @kinds_app.command("validation", cls=QuickCommand)
@@ -246,10 +246,10 @@ def _validation(
     force: Force = False,
 ) -> None:
     """Predicted and measured peaks of the records of `zeroplan verify`, and the errors."""
-    from zeroplan.cli.comparing import given, judged  # noqa: PLC0415  only this kind needs them
+    from zeroplan.cli.comparing import judged, read_files  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.validation import validation  # noqa: PLC0415
 
     where, limit = where_to_draw(out, theme, text=text, force=force), parse_tolerance(tolerance)
-    found = given(records)
+    found = read_files(records)
     pairs = [(one.measurement, one.comparison) for one in (*judged(found.held), *found.measured)]
     drawn("validation", validation(pairs, limits=(limit,)), where)

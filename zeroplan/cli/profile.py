@@ -90,7 +90,7 @@ def profile_command(
         raise SpecError("a profile describes one module; use either --workload PACKAGE.MODULE:FUNCTION or --config PATH")
     if not out:
         raise SpecError("--out '' names no file; give the path of the profile to write")
-    said = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
+    chosen = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
             _one_of("--recompute", recompute, _RECOMPUTE), _one_of("--attention", attention, _ATTENTION))  # fmt: skip
     refuse_target(Path(out), "--out", force=force, new_folder=True)
     if lacking := not_installed("torch", "transformers", by="tracing"):
@@ -100,7 +100,7 @@ def profile_command(
         raise SpecError("--fallback-seq-len has no effect beside --seq-len; leave one out")
     counts = {"frames": ("--frames", frames), "text": ("--text-tokens", text_tokens), "rank": ("--lora-rank", lora_rank)}
     picture = {"size": image_size, "targets": lora_targets, **{name: _count(*one) for name, one in counts.items()}}
-    found = _traced(workload, config, *said, lengths=lengths, picture=picture)
+    found = _traced(workload, config, *chosen, lengths=lengths, picture=picture)
     _write(found, Path(out), force=force)
     _summarise(found, out)
 
@@ -111,12 +111,12 @@ def _one_of(flag: str, chosen: str | None, there: tuple[str, ...]) -> tuple[str,
     return there if chosen is None else (chosen,)
 
 
-def _count(flag: str, said: str | None) -> int | None:
-    return None if said is None else parse_count(said, what=flag, examples="16 or 512", most=10**6)
+def _count(flag: str, text: str | None) -> int | None:
+    return None if text is None else parse_count(text, what=flag, examples="16 or 512", most=10**6)
 
 
-def _tokens(flag: str, said: str | None) -> int | None:
-    return None if said is None else parse_tokens(said, what=flag)
+def _tokens(flag: str, text: str | None) -> int | None:
+    return None if text is None else parse_tokens(text, what=flag)
 
 
 def _traced(
@@ -156,8 +156,8 @@ def _of_config(config: str, attention: str, picture: Mapping[str, object]) -> "S
         if lacking := not_installed("diffusers", "peft", by="tracing a transformer of diffusers"):
             raise MeasurementError(lacking)
         return of_diffuser(config, picture)
-    if said := next((name for name, value in picture.items() if value is not None), None):
-        raise SpecError(f"{_OF_PICTURES[said]} is for a transformer of diffusers, and {config!r} is none; leave it out")
+    if flag := next((name for name, value in picture.items() if value is not None), None):
+        raise SpecError(f"{_OF_PICTURES[flag]} is for a transformer of diffusers, and {config!r} is none; leave it out")
     return of_config(config, attention)  # type: ignore[arg-type]  # checked by the flag
 
 
@@ -170,21 +170,23 @@ def _write(found: "Profile", path: Path, *, force: bool) -> None:
     import json  # noqa: PLC0415  start-up is part of every command's time
 
     try:
-        write_whole(path, json.dumps(said(found), indent=1, ensure_ascii=False) + "\n", force=force)
+        write_whole(path, json.dumps(without_defaults(found), indent=1, ensure_ascii=False) + "\n", force=force)
     except OSError as error:
         raise unwritten(error) from None
 
 
-def said(value: object) -> object:
+def without_defaults(value: object) -> object:
     """Return a spec as plain data, without fields that have their default."""
     if isinstance(value, Spec):
         pairs = ((field.name, field.default, getattr(value, field.name)) for field in fields(value))
         return {
-            name: said(one) for name, default, one in pairs if default is MISSING or one != default or name == "schema_version"
+            name: without_defaults(one)
+            for name, default, one in pairs
+            if default is MISSING or one != default or name == "schema_version"
         }
     if isinstance(value, dict):
-        return {key: said(one) for key, one in value.items()}
-    return [said(one) for one in value] if isinstance(value, tuple) else value
+        return {key: without_defaults(one) for key, one in value.items()}
+    return [without_defaults(one) for one in value] if isinstance(value, tuple) else value
 
 
 def _summarise(found: "Profile", out: str) -> None:

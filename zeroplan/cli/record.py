@@ -37,20 +37,20 @@ def share_records(
     from zeroplan.verify.cases.sharing import shared  # noqa: PLC0415  keeps the help fast
 
     contents: dict[Path, str | bytes] = {}
-    said: list[str] = []
+    lines: list[str] = []
     for file in files:
         name, content, left_out = shared(Path(file))
         path = Path(out) / name
         path = path.with_name(f"{len(contents) + 1}-{name}") if path in contents else path
         contents[path] = content
-        said.append(f"{file} -> {path}")
-        said += (f"  left out: {at}{f': {shown(text)}' if text else ''}{f'; kept {shown(kept)}' if kept else ''}"
+        lines.append(f"{file} -> {path}")
+        lines += (f"  left out: {at}{f': {shown(text)}' if text else ''}{f'; kept {shown(kept)}' if kept else ''}"
                  for at, text, kept in left_out[:_SHOWN])  # fmt: skip
-        said += [f"  left out: {len(left_out) - _SHOWN:,} more texts"] if len(left_out) > _SHOWN else []
+        lines += [f"  left out: {len(left_out) - _SHOWN:,} more texts"] if len(left_out) > _SHOWN else []
     try:
         write_all(contents, force=False)
     except (OSError, ValueError) as error:
         why = "has such a file, and no file is replaced" if isinstance(error, FileExistsError) else reason(error)
         raise SpecError(f"--out {out!r} cannot be written to: {why}; name another folder") from None
-    typer.echo("\n".join(said))
+    typer.echo("\n".join(lines))
     typer.echo("The copies keep the shape of the model and all sizes and times. Read them before you pass them on.")

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli.flags import Force, flag
-from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
 from zeroplan.whole import refuse_target, unwritten, write_whole
 
 
-@takes_a_job
+@with_job_flags
 def report_command(
     *,
     resolved: Resolved,

@@ -8,7 +8,7 @@ import typer
 
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import AsJson, switch
-from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.cli.plan import Calibrate, Measured, Mfu, measured_rate, share_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import judged
@@ -17,7 +17,7 @@ from zeroplan.resolve import Resolved
 Explain = Annotated[bool, switch("--explain", "Print how each part is computed, and its source.")]
 
 
-@takes_a_job
+@with_job_flags
 def time_command(
     *, resolved: Resolved, mfu: Mfu = None, measured: Measured = None, calibrate: Calibrate = None, explain: Explain = False,
     as_json: AsJson = False,
@@ -40,7 +40,7 @@ def time_command(
     if as_json:
         typer.echo(json_text(step_payload(answer, time, learnt, resolved.notes)))
         return 0
-    from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
+    from zeroplan.cli.terminal import show  # noqa: PLC0415  only the chosen rendering is loaded
 
     show(step_text(answer, time, learnt, resolved.notes, explain=explain))
     return 0

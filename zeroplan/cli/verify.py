@@ -8,7 +8,7 @@ import typer
 
 from zeroplan.cli import DISAGREES, say, say_notes
 from zeroplan.cli.flags import TOLERANCE, AsJson, Tolerance, flag, number, parse_tolerance, refuse_given, switch
-from zeroplan.cli.job_flags import takes_a_job
+from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.resolve import Request, Resolved, resolve
@@ -105,12 +105,12 @@ def _verify(
     into = _Into(None if out is None else Path(out), parse_tolerance(tolerance), as_json)
     if not slurm:
         refuse_given(of_slurm.given(), "needs --slurm; leave it out, or add --slurm")
-    said = {"a job": resolved, **flags.given()}
+    flags_given = {"a job": resolved, **flags.given()}
     if matrix is not None:
-        refuse_given(said, "has no effect with --matrix, because each case sets it; leave it out")
+        refuse_given(flags_given, "has no effect with --matrix, because each case sets it; leave it out")
         return _many(matrix, flags, into)
     if resume is not None:
-        refuse_given(said, "has no effect with --resume, because the job already has it; leave it out")
+        refuse_given(flags_given, "has no effect with --resume, because the job already has it; leave it out")
         return _resumed(Path(resume), into)
     return _one(resolved or resolve(Request()), flags, of_slurm, into)  # resolve raises for the missing model
 
@@ -159,10 +159,10 @@ class _Into(NamedTuple):
 
 
 def _many(matrix: str, flags: _Flags, into: _Into) -> int:
-    from zeroplan.cli.verify_bulk import Asked, verify_matrix  # noqa: PLC0415  only many cases need it
+    from zeroplan.cli.verify_bulk import BulkFlags, verify_matrix  # noqa: PLC0415  only many cases need it
 
     return verify_matrix(
-        Asked(matrix, _backend(flags.backend), into.tolerance, _seconds(flags.timeout), into.folder, into.as_json)
+        BulkFlags(matrix, _backend(flags.backend), into.tolerance, _seconds(flags.timeout), into.folder, into.as_json)
     )
 
 
@@ -201,7 +201,7 @@ def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int
     return 0 if all(one.comparison.agrees(tolerance) for one in judged(held)) else DISAGREES
 
 
-verify_command = takes_a_job(_verify, or_none=True, gpus_as="of", traces=False)
+verify_command = with_job_flags(_verify, or_none=True, gpus_as="of", traces=False)
 
 
 class _Keeper:

@@ -28,7 +28,7 @@ _TENSORS: dict[str, Tensors] = {"simulate": "fake", "cpu": "cpu", "cuda": "cuda"
 SCHEMA_VERSION = 1
 
 
-class Asked(NamedTuple):
+class BulkFlags(NamedTuple):
     """The values of the flags."""
 
     matrix: str
@@ -39,15 +39,15 @@ class Asked(NamedTuple):
     as_json: bool
 
 
-def verify_matrix(asked: Asked) -> int:
+def verify_matrix(flags: BulkFlags) -> int:
     """Run the cases without a result, and print all; returns 3 if a case disagrees, else 4 if one has no settled result."""
-    path = find_matrix(asked.matrix)
-    cases = read_matrix(path, tensors=_TENSORS[asked.backend], card_bytes=card_bytes() if asked.backend == "cuda" else None)
+    path = find_matrix(flags.matrix)
+    cases = read_matrix(path, tensors=_TENSORS[flags.backend], card_bytes=card_bytes() if flags.backend == "cuda" else None)
     missing = _not_installed(cases)
-    with opened((asked.folder or Path()) / f"{path.stem}-{asked.backend}.jsonl", say=say) as results:
-        _run_what_is_left(cases, results, asked, missing)
-        found = [judged(one, tolerance=asked.tolerance) for case in cases if (one := results.of(case.task)) is not None]
-    typer.echo(_as_json(found) if asked.as_json else table([Row.of(one) for one in found], tolerance=asked.tolerance))
+    with opened((flags.folder or Path()) / f"{path.stem}-{flags.backend}.jsonl", say=say) as results:
+        _run_what_is_left(cases, results, flags, missing)
+        found = [judged(one, tolerance=flags.tolerance) for case in cases if (one := results.of(case.task)) is not None]
+    typer.echo(_as_json(found) if flags.as_json else table([Row.of(one) for one in found], tolerance=flags.tolerance))
     if any(one.agrees is False for one in found):
         return DISAGREES
     return 0 if all(one.result.outcome in SETTLED for one in found) else CANNOT_RUN
@@ -66,7 +66,7 @@ def _not_installed(cases: tuple[Case, ...]) -> dict[Task, str]:
     return missing
 
 
-def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked, missing: dict[Task, str]) -> None:
+def _run_what_is_left(cases: tuple[Case, ...], results: Results, flags: BulkFlags, missing: dict[Task, str]) -> None:
     before = [results.of(case.task) for case in cases]
     left = [case for case, one in zip(cases, before, strict=True) if one is None or one.outcome not in SETTLED]
     again = sum(one is not None and one.outcome not in SETTLED for one in before)
@@ -84,9 +84,9 @@ def _run_what_is_left(cases: tuple[Case, ...], results: Results, asked: Asked, m
             results.begin(case.name)
             told.begin(case)
 
-        for result in chain(refused, run_cases(here, timeout_s=asked.timeout_s, say=told.say, begin=begin)):
+        for result in chain(refused, run_cases(here, timeout_s=flags.timeout_s, say=told.say, begin=begin)):
             results.append(result)
-            told.end(judged(result, tolerance=asked.tolerance))
+            told.end(judged(result, tolerance=flags.tolerance))
 
 
 def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[str]:
@@ -103,7 +103,7 @@ def _found(results: Results, *, cases: int, left: int, again: int) -> Iterator[s
         yield removed
 
 
-class _Told(NamedTuple):
+class _Progress(NamedTuple):
     """Callbacks that report the beginning, the end and the progress of a case."""
 
     begin: Callable[[Case], None]
@@ -112,12 +112,12 @@ class _Told(NamedTuple):
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[_Told]:
+def _progress(total: int) -> Iterator[_Progress]:
     """Show a progress bar on a terminal; elsewhere print a line per case."""
     console = Console(stderr=True)
     if not console.is_terminal:
         numbers = iter(range(1, total + 1))
-        yield _Told(lambda _case: None, lambda one: say(f"{next(numbers)}/{total} {line(one)}"), say)
+        yield _Progress(lambda _case: None, lambda one: say(f"{next(numbers)}/{total} {line(one)}"), say)
         return
     columns = (
         BarColumn(),
@@ -134,7 +134,7 @@ def _progress(total: int) -> Iterator[_Told]:
             bar.print(line(one), markup=False, highlight=False)
             bar.advance(task)
 
-        yield _Told(
+        yield _Progress(
             lambda case: bar.update(task, description=case.name),
             end,
             lambda text: bar.print(text, markup=False, highlight=False),

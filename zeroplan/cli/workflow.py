@@ -8,14 +8,14 @@ import typer
 
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.flags import AsJson, Force, flag, number, switch
-from zeroplan.cli.job_flags import keyword, takes_a_job
+from zeroplan.cli.job_flags import keyword, with_job_flags
 from zeroplan.cli.quick import as_command, group_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
 from zeroplan.resolve.padding import with_padding
 from zeroplan.spec.job import JobSpec
 from zeroplan.units import parse_count
-from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked, Option, flag_of
+from zeroplan.workflow.options import OPTIONS, WORKFLOWS, Option, WorkflowOptions, flag_of
 
 if TYPE_CHECKING:
     from zeroplan.workflow import Loop
@@ -42,11 +42,11 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     ) -> int:  # fmt: skip
         mine = {field: _value(field, flag_of(field, name), said[field]) for field in own}
         values: dict[str, Any] = {field: resolved.loop.get(field) if value is None else value for field, value in mine.items()}
-        asked = Asked(workflow=name, **values, **_of_the_file_alone(resolved, name))
-        is_step = _is_the_step(resolved, asked, any(mine.get(field) is not None for field in _OF_THE_STEP))
+        options = WorkflowOptions(workflow=name, **values, **_of_the_file_alone(resolved, name))
+        is_step = _is_the_step(resolved, options, any(mine.get(field) is not None for field in _OF_THE_STEP))
         picture = _Picture(out, theme, force)
         picture.refuse(as_json=as_json)
-        loop, notes = _answered(resolved, asked, is_step=is_step, check=check)
+        loop, notes = _answered(resolved, options, is_step=is_step, check=check)
         _shown(loop, notes, explain=explain, as_json=as_json)
         picture.draw(loop)
         return NO if check and loop.verdict == "does not fit" else 0
@@ -57,7 +57,7 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     parameters = [keyword(field, *said) for field, said in (flags | answer).items()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
     command.__doc__ = WORKFLOWS[name].says
-    return as_command(name, takes_a_job(command))
+    return as_command(name, with_job_flags(command))
 
 
 def _of_the_file_alone(resolved: Resolved, name: Any) -> dict[str, Any]:  # noqa: ANN401  a Name; of the fields' own types
@@ -71,11 +71,11 @@ _OF_THE_STEP = ("full_logits", "max_completion_length", "ppo_max_token_len_per_g
 """Options that change the training step, and not only what is beside it."""
 
 
-def _is_the_step(resolved: Resolved, asked: Asked, changed: bool) -> bool:
+def _is_the_step(resolved: Resolved, options: WorkflowOptions, changed: bool) -> bool:
     """Whether the resolved job is the loop's training step, as a file has it; raises SpecError for a file of another loop."""
     own = resolved.loop.get("workflow")
-    if own not in (None, asked.workflow):
-        raise SpecError(f"the file is of a loop that `zeroplan workflow {own}` lists, not of {asked.workflow}; use that")
+    if own not in (None, options.workflow):
+        raise SpecError(f"the file is of a loop that `zeroplan workflow {own}` lists, not of {options.workflow}; use that")
     return own is not None and not changed
 
 
@@ -121,45 +121,45 @@ class _Picture(NamedTuple):
         drawn("phases", phases(loop), where_to_draw(self.out, self.theme, text=False, force=self.force))
 
 
-def _answered(resolved: Resolved, asked: Asked, *, is_step: bool, check: bool) -> tuple["Loop", tuple[str, ...]]:
+def _answered(resolved: Resolved, options: WorkflowOptions, *, is_step: bool, check: bool) -> tuple["Loop", tuple[str, ...]]:
     from zeroplan.workflow.loop import loop_of_step, step_of  # noqa: PLC0415  --help does not need it
 
     if check and resolved.job.cluster.gpu is None:
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
-    job, pairs = resolved.job, resolved.pairs and WORKFLOWS[asked.workflow].sequences > 1
+    job, pairs = resolved.job, resolved.pairs and WORKFLOWS[options.workflow].sequences > 1
     if pairs and not is_step:  # step_of makes two sequences of a pair
         job = replace(job, batch=replace(job.batch, micro_batch_size=job.batch.micro_batch_size // 2))
-    step, padding = _padded(job if is_step else step_of(job, asked), resolved, asked)
-    notes = (*resolved.notes, *_another_loss(job.recipe.loss, step.recipe.loss, asked), padding)
-    return loop_of_step(step, asked), tuple(dict.fromkeys(filter(None, notes)))  # a note on padding may be there already
+    step, padding = _padded(job if is_step else step_of(job, options), resolved, options)
+    notes = (*resolved.notes, *_another_loss(job.recipe.loss, step.recipe.loss, options), padding)
+    return loop_of_step(step, options), tuple(dict.fromkeys(filter(None, notes)))  # a note on padding may be there already
 
 
 def _shown(loop: "Loop", notes: tuple[str, ...], *, explain: bool, as_json: bool) -> None:
     if as_json:
-        from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the rendering asked for is loaded
+        from zeroplan.report.workflow import loop_payload  # noqa: PLC0415  only the chosen rendering is loaded
 
         typer.echo(json_text(loop_payload(loop, notes)))
         return
-    from zeroplan.cli.terminal import show  # noqa: PLC0415  only the rendering asked for is loaded
+    from zeroplan.cli.terminal import show  # noqa: PLC0415  only the chosen rendering is loaded
     from zeroplan.report.workflow import loop_text  # noqa: PLC0415
 
     show(loop_text(loop, notes, explain=explain))
 
 
-def _padded(step: JobSpec, resolved: Resolved, asked: Asked) -> tuple[JobSpec, str]:
+def _padded(step: JobSpec, resolved: Resolved, options: WorkflowOptions) -> tuple[JobSpec, str]:
     """Return the step with padding if its trainer pads sequences, and a note. Without a file TRL's do and verl's do not."""
-    pads = asked.workflow != "ppo" if resolved.pads is None else resolved.pads
-    said = True if step.recipe.padded else resolved.padded
-    return with_padding(step, said=said, varying=resolved.varying, trainer_pads=pads)
+    pads = options.workflow != "ppo" if resolved.pads is None else resolved.pads
+    padded = True if step.recipe.padded else resolved.padded
+    return with_padding(step, padded=padded, varying=resolved.varying, trainer_pads=pads)
 
 
-def _another_loss(of_job: str, counted: str, asked: Asked) -> tuple[str, ...]:
+def _another_loss(of_job: str, counted: str, options: WorkflowOptions) -> tuple[str, ...]:
     """A note if the trainer computes another loss than the job's."""
     if of_job == counted:
         return ()
-    if WORKFLOWS[asked.workflow].log_probs != "tiles":
+    if WORKFLOWS[options.workflow].log_probs != "tiles":
         return (f"this trainer has a loss of its own; `zeroplan estimate` counts {of_job}",)
-    instead = ", and --full-logits makes this command count it" if asked.workflow in OPTIONS["full_logits"].of else ""
+    instead = ", and --full-logits makes this command count it" if options.workflow in OPTIONS["full_logits"].of else ""
     return (f"this trainer's loss is {counted}; `zeroplan estimate` counts {of_job} unless you add --loss {counted}{instead}",)
 
 

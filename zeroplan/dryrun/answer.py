@@ -17,7 +17,7 @@ from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.torch_patches import COMPILER
 from zeroplan.dryrun.traced import operators_recorded, operators_summed, trace_of
 from zeroplan.dryrun.watcher import ScriptTracker
-from zeroplan.engines.device import allocator_room, workspace_asked_for
+from zeroplan.engines.device import allocator_room, configured_workspace
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import OF_A_STEP, Beside, Phase
 from zeroplan.saved_runs.savings import savings
@@ -70,7 +70,7 @@ class _Seen(NamedTuple):
 
     @classmethod
     def of(cls, task: DryRunTask, tracker: ScriptTracker, target: str) -> "_Seen":
-        recording, workspace_bytes = tracker.recording, workspace_asked_for(os.environ, gpu_named(task.gpu))
+        recording, workspace_bytes = tracker.recording, configured_workspace(os.environ, gpu_named(task.gpu))
         replays = Replays.of(recording, workspace_bytes=workspace_bytes)
         timeline = Timeline(recording, counted=replays.default.allocated)
         rows = tracker.operators.of_step(recording.last_step)

@@ -81,7 +81,7 @@ class _Run:
         from zeroplan.dryrun.loop import Loop  # noqa: PLC0415
         from zeroplan.dryrun.profiled.observer import Observer  # noqa: PLC0415
         from zeroplan.dryrun.watcher import ScriptTracker  # noqa: PLC0415
-        from zeroplan.engines.device import workspace_asked_for  # noqa: PLC0415
+        from zeroplan.engines.device import configured_workspace  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.half_fake import HalfFakes  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.installed import install  # noqa: PLC0415
         from zeroplan.verify.fake_cuda.memory import Memory  # noqa: PLC0415
@@ -93,7 +93,9 @@ class _Run:
         self._mail = Mail(Path(task.mail), task.rank)
         install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)
         self.tracker = ScriptTracker(
-            memory, expandable_segments=expandable_segments_are_set(), workspace_bytes=workspace_asked_for(os.environ, self.gpu)
+            memory,
+            expandable_segments=expandable_segments_are_set(),
+            workspace_bytes=configured_workspace(os.environ, self.gpu),
         )
         self.observer = Observer() if task.profiled else None
         self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)

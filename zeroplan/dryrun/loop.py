@@ -201,7 +201,7 @@ class Loop:
         elif torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters()):
             self._trains(module)
 
-    def passes_begin(self) -> None:
+    def begin_passes(self) -> None:
         """Begin a training step's passes, since the loop may allocate before the first forward."""
         if torch.is_grad_enabled() and not self._is_busy:
             self._begin_forward()

@@ -107,18 +107,18 @@ def workspace(gpu: GpuSpec | None) -> tuple[int, str]:
     return _WORKSPACE_SINCE_HOPPER if float(gpu.compute_capability) >= 9 else _WORKSPACE_BEFORE_HOPPER
 
 
-def workspace_asked_for(environment: Mapping[str, str], gpu: GpuSpec | None) -> int:
+def configured_workspace(environment: Mapping[str, str], gpu: GpuSpec | None) -> int:
     """Return the size of one handle's workspace under ``CUBLAS_WORKSPACE_CONFIG``, else torch's default. [bytes]
 
     ``parseChosenWorkspaceSize`` reads pairs of a size in KiB and a count. A text that it cannot parse gives the default.
 
-    >>> workspace_asked_for({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, None) // KIB
+    >>> configured_workspace({"CUBLAS_WORKSPACE_CONFIG": ":4096:2:16:8"}, None) // KIB
     8320
     """
-    asked = environment.get("CUBLAS_WORKSPACE_CONFIG", "")
-    if (gpu is not None and gpu.vendor == "amd") or not re.fullmatch(r"(:\d+:\d+)+", asked):
+    setting = environment.get("CUBLAS_WORKSPACE_CONFIG", "")
+    if (gpu is not None and gpu.vendor == "amd") or not re.fullmatch(r"(:\d+:\d+)+", setting):
         return workspace(gpu)[0]
-    return sum(int(size) * int(count) * KIB for size, count in re.findall(r":(\d+):(\d+)", asked))
+    return sum(int(size) * int(count) * KIB for size, count in re.findall(r":(\d+):(\d+)", setting))
 
 
 def outside(mesh: MeshSpec, gpu: GpuSpec | None = None) -> tuple[Outside, ...]:

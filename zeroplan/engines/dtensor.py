@@ -19,7 +19,7 @@ _GPUS_PER_NODE = 8
 """DTensor asks torch for the number of GPUs of the host. The engines do not know it; the choices seldom depend on it."""
 
 
-class Place(IntEnum):
+class Placement(IntEnum):
     """How the ranks along one dimension of the mesh hold a matrix. The sharded dimension is also an index."""
 
     ROWS = 0
@@ -28,21 +28,22 @@ class Place(IntEnum):
     SUM = 3
 
 
-_SHARDED = (Place.ROWS, Place.COLUMNS)
-Places = tuple[Place, ...]
+_SHARDED = (Placement.ROWS, Placement.COLUMNS)
+Placements = tuple[Placement, ...]
 
 #: Placements of a product and of its two factors along one dimension of the mesh, in DTensor's order. It also offers averages
 #: instead of sums, which are never faster than the sums before them.
 _WAYS = (
-    (Place.WHOLE, Place.WHOLE, Place.WHOLE), (Place.SUM, Place.COLUMNS, Place.ROWS), (Place.ROWS, Place.ROWS, Place.WHOLE),
-    (Place.COLUMNS, Place.WHOLE, Place.COLUMNS), (Place.SUM, Place.SUM, Place.WHOLE), (Place.SUM, Place.WHOLE, Place.SUM),
+    (Placement.WHOLE, Placement.WHOLE, Placement.WHOLE), (Placement.SUM, Placement.COLUMNS, Placement.ROWS),
+    (Placement.ROWS, Placement.ROWS, Placement.WHOLE), (Placement.COLUMNS, Placement.WHOLE, Placement.COLUMNS),
+    (Placement.SUM, Placement.SUM, Placement.WHOLE), (Placement.SUM, Placement.WHOLE, Placement.SUM),
 )  # fmt: skip
 
 
 Order = Literal["rows first", "columns first", "with gaps"]
 
 
-class Deed(NamedTuple):
+class Event(NamedTuple):
     """A request under a name, its release (0 bytes), or a collective with its largest buffer. [bytes]"""
 
     name: str
@@ -58,12 +59,12 @@ class Matrix(NamedTuple):
     rows: int
     columns: int
     mesh: tuple[int, ...]
-    places: Places
+    places: Placements
 
     @property
     def turned(self) -> "Matrix":
         """The transpose."""
-        places = tuple(Place(1 - one) if one in _SHARDED else one for one in self.places)
+        places = tuple(Placement(1 - one) if one in _SHARDED else one for one in self.places)
         return Matrix(self.columns, self.rows, self.mesh, places)
 
     @property
@@ -82,7 +83,7 @@ class Matrix(NamedTuple):
                 shape[place] = -(-shape[place] // ranks)
         return shape
 
-    def can_be(self, places: Places) -> bool:
+    def can_be(self, places: Placements) -> bool:
         """Whether no rank's shard would be empty."""
         least = [1, 1]
         for ranks, place in zip(self.mesh, places, strict=True):
@@ -105,7 +106,7 @@ class Held(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def chosen(factors: tuple[Matrix, ...]) -> tuple[Places, ...]:
+def chosen(factors: tuple[Matrix, ...]) -> tuple[Placements, ...]:
     """Return the placements of the product and of each factor. Of three factors, the first is added to the others' product."""
     are_sharded = any(place in _SHARDED for one in factors for place in one.places)
     ways = [one for one in _WAYS if are_sharded or not set(one).intersection(_SHARDED)]
@@ -125,18 +126,18 @@ def chosen(factors: tuple[Matrix, ...]) -> tuple[Places, ...]:
     return stays or best
 
 
-def _time(matrix: Matrix, places: Places) -> float:
+def _time(matrix: Matrix, places: Placements) -> float:
     """Return DTensor's estimate of the time to change a matrix's placements. [µs]"""
-    if matrix.places == places or set(matrix.places) == {Place.WHOLE}:
+    if matrix.places == places or set(matrix.places) == {Placement.WHOLE}:
         return 0.0
     gib, total = _BF16 * matrix.rows * matrix.columns / matrix.shards / 1024 / 1024 / 1024, 0.0
     for dim, before, after in _changes(matrix, places):
-        if before in _SHARDED and after is Place.SUM:
+        if before in _SHARDED and after is Placement.SUM:
             return inf
         ranks = matrix.mesh[dim]
-        gib = gib * ranks if before in _SHARDED and after is Place.WHOLE else gib
-        if before is not Place.WHOLE:
-            passes = 2 if (before, after) == (Place.SUM, Place.WHOLE) else 1
+        gib = gib * ranks if before in _SHARDED and after is Placement.WHOLE else gib
+        if before is not Placement.WHOLE:
+            passes = 2 if (before, after) == (Placement.SUM, Placement.WHOLE) else 1
             total += _ring(matrix.mesh, dim, gib, passes) + (before in _SHARDED and after in _SHARDED)
         gib = gib / ranks if before not in _SHARDED and after in _SHARDED else gib
     return total
@@ -152,7 +153,7 @@ def _ring(mesh: tuple[int, ...], dim: int, gib: float, passes: int) -> float:
     return 6.6 + hops * latency + (gib * hops / mesh[dim]) / bandwidth * 1e6
 
 
-def _changes(matrix: Matrix, places: Places) -> Iterator[tuple[int, Place, Place]]:
+def _changes(matrix: Matrix, places: Placements) -> Iterator[tuple[int, Placement, Placement]]:
     """Yield the dimension of the mesh, the placement before and after of every step to the wanted placements.
 
     A shard of a shard is made whole first, if the outer shards change.
@@ -163,7 +164,7 @@ def _changes(matrix: Matrix, places: Places) -> Iterator[tuple[int, Place, Place
             wanted = places[dim]
             if wanted in _SHARDED:
                 outside = [[place is wanted for place in one[:dim]] for one in (now, places)]
-                wanted = wanted if outside[0] == outside[1] else Place.WHOLE
+                wanted = wanted if outside[0] == outside[1] else Placement.WHOLE
             if now[dim] is not wanted:
                 yield dim, now[dim], wanted
                 now[dim] = wanted
@@ -177,23 +178,23 @@ class Tape:
 
     def __init__(self) -> None:
         """Start without any."""
-        self.deeds: list[Deed] = []
+        self.events: list[Event] = []
         self._count = 0
 
     def make(self, n_bytes: int, name: str = "") -> str:
         """Request memory, and return its name. [bytes]"""
         self._count += not name
         name = name or f"part {self._count}"
-        self.deeds.append(Deed(name, n_bytes))
+        self.events.append(Event(name, n_bytes))
         return name
 
     def drop(self, *names: str) -> None:
         """Release memory."""
-        self.deeds += [Deed(name) for name in names]
+        self.events += [Event(name) for name in names]
 
     def send(self, operation: str, n_bytes: int, *, over_replicas: bool = False) -> None:
         """Run a collective along one dimension of the mesh."""
-        self.deeds.append(Deed(operation, n_bytes, sends=True, over_replicas=over_replicas))
+        self.events.append(Event(operation, n_bytes, sends=True, over_replicas=over_replicas))
 
     def multiply(self, *factors: Held, name: str = "") -> Held:
         """Multiply two matrices, or add the first to the product of the two others. Moved factors live until the product does."""
@@ -204,7 +205,7 @@ class Tape:
         self.drop(*[one.name for one, given in zip(moved, factors, strict=True) if one.name != given.name])
         return product_
 
-    def move(self, given: Held, places: Places) -> Held:
+    def move(self, given: Held, places: Placements) -> Held:
         """Change a matrix's placements, step by step. Each step's result lives until the next one does."""
         at, shape = given, given.matrix.within(len(places))
         logical = [given.matrix.within(dim) for dim in range(len(places))]
@@ -232,15 +233,15 @@ class _Step(NamedTuple):
     ranks: int
     over_replicas: bool
 
-    def run(self, before: Place, after: Place) -> tuple[Held, list[int]]:
+    def run(self, before: Placement, after: Placement) -> tuple[Held, list[int]]:
         """Record the step; return the result with this rank's rows and columns."""
-        if before is Place.WHOLE:
+        if before is Placement.WHOLE:
             return self._cut(after)
-        if before is Place.SUM:
-            return self._sum() if after is Place.WHOLE else self._scatter(after)
-        return self._gather(before) if after is Place.WHOLE else self._exchange(before, after)
+        if before is Placement.SUM:
+            return self._sum() if after is Placement.WHOLE else self._scatter(after)
+        return self._gather(before) if after is Placement.WHOLE else self._exchange(before, after)
 
-    def _cut(self, after: Place) -> tuple[Held, list[int]]:
+    def _cut(self, after: Placement) -> tuple[Held, list[int]]:
         """Copy this rank's shard of a whole matrix, or divide the matrix by the number of ranks, which makes it a sum."""
         shape = list(self.shape)
         if after in _SHARDED:
@@ -253,7 +254,7 @@ class _Step(NamedTuple):
         self.tape.send("all_reduce", n_bytes, over_replicas=self.over_replicas)
         return Held(self.given.matrix, self.tape.make(n_bytes)), self.shape
 
-    def _scatter(self, after: Place) -> tuple[Held, list[int]]:
+    def _scatter(self, after: Placement) -> tuple[Held, list[int]]:
         """Reduce-scatter. Columns, and rows that the ranks do not divide, are copied into another order or padded first."""
         size = self.shape[after]
         part = list(self.shape)
@@ -261,47 +262,47 @@ class _Step(NamedTuple):
         short = self.ranks - size // part[after]  # ranks whose shard is padded
         held = []
         if short:
-            held += [self.tape.make(_bytes(part)) for _ in range(self.ranks if after is Place.COLUMNS else short)]
+            held += [self.tape.make(_bytes(part)) for _ in range(self.ranks if after is Placement.COLUMNS else short)]
             held.append(self.tape.make(self.ranks * _bytes(part)))
         else:
             held += self._in_order()
-        if after is Place.COLUMNS:
+        if after is Placement.COLUMNS:
             held.append(self.tape.make(self.ranks * _bytes(part)))
         self.tape.send("reduce_scatter", self.ranks * _bytes(part), over_replicas=self.over_replicas)
         made = self.tape.make(_bytes(part))
         self.tape.drop(*held)
         return Held(self.given.matrix, made), part
 
-    def _gather(self, before: Place) -> tuple[Held, list[int]]:
+    def _gather(self, before: Placement) -> tuple[Held, list[int]]:
         """All-gather. Columns are joined in a copy; a padded matrix is cut to its size, columns in another copy."""
         copied = self._in_order()
         shape, padded = list(self.shape), self.ranks * _bytes(self.shape)
         shape[before] = self.logical[before]
         self.tape.send("all_gather", padded, over_replicas=self.over_replicas)
         made = self.tape.make(padded)
-        if before is Place.COLUMNS:
+        if before is Placement.COLUMNS:
             made = self._instead_of(made, padded)
             if _bytes(shape) < padded:
                 made = self._instead_of(made, _bytes(shape))
         self.tape.drop(*copied)
         return Held(self.given.matrix, made), shape
 
-    def _exchange(self, before: Place, after: Place) -> tuple[Held, list[int]]:
+    def _exchange(self, before: Placement, after: Placement) -> tuple[Held, list[int]]:
         """All-to-all from rows to columns or back. What it cuts is padded to a multiple of the ranks."""
         part = -(-self.logical[after] // self.ranks)
         cut = list(self.shape)
         cut[after] = part * self.ranks
         n_bytes = _bytes(cut)
         held = [self.tape.make(n_bytes)] if cut != self.shape else self._in_order()
-        sent = [self.tape.make(n_bytes)] if after is Place.COLUMNS else []
+        sent = [self.tape.make(n_bytes)] if after is Placement.COLUMNS else []
         self.tape.send("all_to_all", n_bytes, over_replicas=self.over_replicas)
         made = self.tape.make(n_bytes)
-        if before is Place.COLUMNS:
+        if before is Placement.COLUMNS:
             made = self._instead_of(made, n_bytes)
         self.tape.drop(*sent, *held)
         shape = list(self.shape)
         shape[before], shape[after] = self.logical[before], part
-        has_gaps = before is Place.COLUMNS and self.logical[before] % self.ranks
+        has_gaps = before is Placement.COLUMNS and self.logical[before] % self.ranks
         return Held(self.given.matrix, made, "with gaps" if has_gaps else "rows first"), shape
 
     def _in_order(self) -> list[str]:

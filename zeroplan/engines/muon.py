@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeroplan.engines.dtensor import Deed, Held, Matrix, Place, Tape
+from zeroplan.engines.dtensor import Event, Held, Matrix, Placement, Tape
 from zeroplan.numeric import Int, for_each_row, maximum
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def highest_of(tensors: Sequence["LocalTensor"], width: int) -> Int:
     return maximum(width * others, *(for_ranks(tensor, width, highest) for tensor in filter(updated_by_muon, tensors)))
 
 
-def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Deed, ...]], int]) -> Int:
+def for_ranks(tensor: "LocalTensor", width: int, measure: Callable[[tuple[Event, ...]], int]) -> Int:
     """Apply ``measure`` to the step of one matrix, for every number of ranks and replicas that share it and every size."""
 
     def at(rows: int, columns: int, ranks: int, replicas: int) -> tuple[int]:
@@ -50,25 +50,25 @@ def _mesh(replicas: int, ranks: int) -> tuple[int, ...]:
     return (int(ranks),) if replicas == 1 else (int(replicas), int(ranks))
 
 
-def step_of(tensor: "LocalTensor", width: int) -> tuple[Deed, ...]:
+def step_of(tensor: "LocalTensor", width: int) -> tuple[Event, ...]:
     """Return the requests of one matrix's step; ``width`` is in bytes per element."""
     rows, columns = _shape(tensor)
     return newton_schulz(int(rows), int(columns), _mesh(int(tensor.replicas), int(tensor.ranks)), width)
 
 
-def sent_by(deeds: tuple[Deed, ...], operation: str, *, over_replicas: bool = False) -> list[int]:
+def sent_by(events: tuple[Event, ...], operation: str, *, over_replicas: bool = False) -> list[int]:
     """Return the largest buffer of every call of one collective, among the ranks that shard the rows or among replicas. [bytes]"""
-    return [one.n_bytes for one in deeds if one.sends and one.name == operation and one.over_replicas is over_replicas]
+    return [one.n_bytes for one in events if one.sends and one.name == operation and one.over_replicas is over_replicas]
 
 
-def highest(deeds: tuple[Deed, ...]) -> int:
+def highest(events: tuple[Event, ...]) -> int:
     """Return the peak of these requests. [bytes]
 
     >>> highest(newton_schulz(4, 8, (1,), width=4))  # update, two iterates, two Gram matrices
     320
     """
     most, held = 0, dict[str, int]()
-    for one in deeds:
+    for one in events:
         if one.sends:
             continue
         if not one.n_bytes:
@@ -80,13 +80,13 @@ def highest(deeds: tuple[Deed, ...]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def newton_schulz(rows: int, columns: int, mesh: tuple[int, ...], width: int) -> tuple[Deed, ...]:
+def newton_schulz(rows: int, columns: int, mesh: tuple[int, ...], width: int) -> tuple[Event, ...]:
     """Return the first rank's requests, collectives and releases in Muon's step for one matrix; ``width`` in bytes per element.
 
     ``mesh``: the replicas, if there are several, and the ranks that shard the rows. A variable holds its tensor until the next
     assignment, as those of the previous iteration, and the previous matrix's result.
     """
-    tape, places = Tape(), (*(Place.WHOLE for _ in mesh[1:]), Place.ROWS)
+    tape, places = Tape(), (*(Placement.WHOLE for _ in mesh[1:]), Placement.ROWS)
     weight = Matrix(rows, columns, mesh, places)
     n_bytes = width * weight.within(len(mesh))[0] * columns
     update = tape.make(n_bytes, "update")
@@ -107,7 +107,7 @@ def newton_schulz(rows: int, columns: int, mesh: tuple[int, ...], width: int) ->
     tape.drop(*_names(gram, polynomial), update)
     result = iterate if rows <= columns else iterate.turned
     tape.drop(*[name for name in _names(tape.move(result, places)) if name != result.name])
-    return tuple(tape.deeds)
+    return tuple(tape.events)
 
 
 def _names(*several: Held | None) -> list[str]:

@@ -88,7 +88,7 @@ def _adafactors_step(tensors: Sequence[LocalTensor], element_bytes: int) -> Int:
     largest: Int = 0
     means: Int = 0
     square: Int = 0
-    for previous, tensor in _in_turn(tensors):
+    for previous, tensor in _with_previous(tensors):
         if len(tensor.shape) > 1:
             means = _factors(tensor)
         else:
@@ -369,13 +369,13 @@ def step_temporary_lines(
     if one.scratch is not None:
         largest = 0 * total_elements(tensors)
         for group in _groups(optimizer, tensors):
-            for before, tensor in _in_turn(group):
+            for before, tensor in _with_previous(group):
                 largest = maximum(largest, one.scratch(tensor, before, element_bytes))
         return (Line(Kind.OPTIMIZER_TEMPORARY, largest, "step of one tensor in turn", "1·U_z", one.scratch_source),)
     previous, current = one.forloop
     if impl == "fused" or not current:
         return ()
-    largest = maximum(0, *(previous * before + current * tensor.numel for before, tensor in _in_turn(tensors)))
+    largest = maximum(0, *(previous * before + current * tensor.numel for before, tensor in _with_previous(tensors)))
     reason = "for-loop step: temporaries of two tensors in turn"
     return (Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), one.source),)
 
@@ -425,7 +425,7 @@ def _groups(optimizer: Optimizer, tensors: Sequence[LocalTensor]) -> tuple[Seque
     return (tensors, [tensor for tensor in tensors if len(tensor.shape) > 1]) if optimizer == "grokadamw" else (tensors,)
 
 
-def _in_turn(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
+def _with_previous(tensors: Sequence[LocalTensor]) -> list[tuple[Int, LocalTensor]]:
     """Return each tensor with the elements of the one before; the first of a repeated block also follows the block's last."""
     pairs: list[tuple[Int, LocalTensor]] = []
     before: Int = 0

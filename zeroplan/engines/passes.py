@@ -178,8 +178,8 @@ def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
 
 def shared_at(these: Passes, block: int) -> tuple[Line, ...]:
     """Return the tensors that blocks share, in the backward of a block or of the embedding (-1), where position tables are 0."""
-    gone = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
-    return these.head.shared if block >= 0 else (*these.head.at_embedding, *gone)
+    freed = (line._replace(n_bytes=0, formula="0") for line in these.head.with_blocks)
+    return these.head.shared if block >= 0 else (*these.head.at_embedding, *freed)
 
 
 def flowing_at_embedding(these: Passes) -> Line:

@@ -33,15 +33,15 @@ def block_bytes(n_bytes: int) -> int:
     return 1 << (n_bytes - 1).bit_length()
 
 
-def taken_bytes(freed: Iterable[int], asked: Iterable[int]) -> int:
-    """Return the size of all blocks after requests ``asked``, which first reuse the blocks of the ``freed`` tensors. [bytes]
+def pinned_bytes(freed: Iterable[int], requests: Iterable[int]) -> int:
+    """Return the size of all blocks after requests ``requests``, which first reuse the blocks of the ``freed`` tensors. [bytes]
 
-    >>> taken_bytes(freed=[3000, 900], asked=[4000, 5000])
+    >>> pinned_bytes(freed=[3000, 900], requests=[4000, 5000])
     13312
     """
     free = Counter(block_bytes(n_bytes) for n_bytes in freed)
     taken = sum(size * count for size, count in free.items())
-    for n_bytes in asked:
+    for n_bytes in requests:
         size = block_bytes(n_bytes)
         if free[size]:
             free[size] -= 1

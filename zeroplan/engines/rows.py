@@ -106,7 +106,7 @@ def numel(each: Placed) -> int:
 
 
 @lru_cache(maxsize=256)
-def handed_on(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
+def arrival_groups(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
     """Return gradients in the order in which they reach the bucket, grouped by those that reach it together.
 
     ZeRO-3 waits until the backward of a leaf module ends, and then takes its gradients in the order of the parameters
@@ -128,7 +128,7 @@ def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, 
     A matrix product makes the gradients of its weight and its bias, and a norm those of its two parameters. One gradient waits
     while the other enters the bucket.
     """
-    in_order = handed_on(whole, leaves=leaves)
+    in_order = arrival_groups(whole, leaves=leaves)
     for _, groups in groupby(in_order, key=lambda group: (group[0].block, operator_of(group[0].parameter.name))):
         yield tuple(each for group in groups for each in group)
 
@@ -181,7 +181,7 @@ def row_of(model: ModelSpec, parts: Layout) -> Row:
         flat = [(len(blocks) if block < 0 and one not in below else block, one) for block, one in flat]
     placed = _placed(flat)
     trained = tuple(0 if parameter.frozen else parameter.numel for _, parameter in flat)
-    executed = _executed(model, placed, len(blocks)) if model.profile is None else _as_handed_on(model, placed)
+    executed = _executed(model, placed, len(blocks)) if model.profile is None else _order_of_arrival(model, placed)
     starts, ends = tuple(each.start for each in placed), tuple(each.end for each in placed)
     return Row(model, placed, starts, ends, executed, (_group(placed),), ends[-1], len(blocks), trained)
 
@@ -233,16 +233,16 @@ def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]], n_blocks
     return sorted(flat, key=lambda each: place[each[1].name if each[0] in (-1, n_blocks) else ""])
 
 
-def _as_handed_on(model: ModelSpec, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
+def _order_of_arrival(model: ModelSpec, placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
     """Return the reverse of the order in which the profile's trace saw gradients reach their weights."""
     from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  only a profile pays for it
 
     profile = profile_of(model)
     seen = profile.variants[0].more
     kinds = [run.kind for run in profile.runs for _ in range(run.layers)]
-    handed = (seen.last_handed, *(seen.blocks[kind].handed for kind in kinds), seen.head_handed)
+    arrivals = (seen.last_handed, *(seen.blocks[kind].handed for kind in kinds), seen.head_handed)
     named = {(each.block, each.parameter.name): each for each in placed}
-    return tuple(named[block, one.name] for block, of_it in enumerate(handed, start=-1) for one in reversed(of_it))
+    return tuple(named[block, one.name] for block, of_it in enumerate(arrivals, start=-1) for one in reversed(of_it))
 
 
 def _executed(model: ModelSpec, placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:

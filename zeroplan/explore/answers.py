@@ -70,12 +70,12 @@ def controls_payload() -> dict[str, object]:
     }
 
 
-def answer_payload(said: Mapping[str, str]) -> dict[str, object]:
+def answer_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return the whole answer for the controls' job: the estimate of ``--json``, and the data of the charts.
 
     Raises :class:`~zeroplan.errors.ZeroplanError`, one line, for an invalid job.
     """
-    return answer_of(resolved_of(said), command(said), name_a_gpu=f"Choose yours under {_label('gpu')}.")
+    return answer_of(resolved_of(fields), command(fields), name_a_gpu=f"Choose yours under {_label('gpu')}.")
 
 
 def answer_of(resolved: Resolved, command: str, *, name_a_gpu: str = NAME_A_GPU) -> dict[str, object]:
@@ -119,9 +119,9 @@ def _speed_at(job: JobSpec, stage: Stage) -> dict[str, object]:
         return {"refusal": str(refused)}
 
 
-def step_payload(said: Mapping[str, str]) -> dict[str, object]:
+def step_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return the memory over one step, and its collectives, for the controls' job."""
-    return step_of(resolved_of(said))
+    return step_of(resolved_of(fields))
 
 
 def step_of(resolved: Resolved) -> dict[str, object]:
@@ -130,37 +130,37 @@ def step_of(resolved: Resolved) -> dict[str, object]:
     return {"schema_version": SCHEMA_VERSION, "step": plain(step(answer, timeline(resolved.job, own=answer)))}
 
 
-def scaling_payload(said: Mapping[str, str]) -> dict[str, object]:
+def scaling_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return a GPU's memory on 1, 2, 4 and more GPUs under each ZeRO stage, as ``zeroplan plot scaling`` draws it."""
     with remembering():
-        found = scaling(resolved_of(said).job)
+        found = scaling(resolved_of(fields).job)
     lines = [{**cast("dict[str, object]", plain(line)), "fits": line.fits_words} for line in found.lines]
     return {"schema_version": SCHEMA_VERSION, "capacity_bytes": found.capacity_bytes, "own": plain(found.own), "lines": lines}
 
 
-def changes_payload(said: Mapping[str, str]) -> dict[str, object]:
+def changes_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return the verdict (from a replay, if only that can tell) and changes that would make the job fit.
 
     Each change has the values of the controls and its cost in speed.
     """
-    resolved = resolved_of(said)
+    resolved = resolved_of(fields)
     answer = replayed_if_tight(estimate(resolved.job))
-    changes = [{**change._asdict(), "said": with_flags(said, change.flags)} for change in remedies(answer)]
+    changes = [{**change._asdict(), "said": with_flags(fields, change.flags)} for change in remedies(answer)]
     return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": changes}
 
 
-def longest_payload(said: Mapping[str, str]) -> dict[str, object]:
+def longest_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return the longest sequences with which the controls' job fits its GPU. [tokens]"""
-    return {"schema_version": SCHEMA_VERSION, **longest_sequences(resolved_of(said).job)._asdict()}
+    return {"schema_version": SCHEMA_VERSION, **longest_sequences(resolved_of(fields).job)._asdict()}
 
 
-def message_payload(said: Mapping[str, str]) -> dict[str, object]:
+def message_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return what torch's out-of-memory message means for the controls' job; the key ``message`` has its text.
 
     Jobs that agree better, and changes that would fit, have the values of the controls.
     """
-    job = {name: text for name, text in said.items() if name != MESSAGE}
-    found = explained(read_message(said.get(MESSAGE, ""), where="the text"), resolved_of(job).job)
+    job = {name: text for name, text in fields.items() if name != MESSAGE}
+    found = explained(read_message(fields.get(MESSAGE, ""), where="the text"), resolved_of(job).job)
     others = [{"flags": one.flags, "said": with_flags(job, one.flags)} for one in found.others]
     changes = [{**one._asdict(), "said": with_flags(job, one.flags)} for one in found.changes]
     text = message_text(found, with_changes=False)
@@ -168,8 +168,8 @@ def message_payload(said: Mapping[str, str]) -> dict[str, object]:
 
 
 def _judged(answer: Estimate) -> dict[str, object]:
-    told = verdict_sentence(answer, GIBIBYTES, name_a_gpu=f"Choose yours under {_label('gpu')}.")
-    return {"verdict": told, "fits": answer.fits}
+    verdict = verdict_sentence(answer, GIBIBYTES, name_a_gpu=f"Choose yours under {_label('gpu')}.")
+    return {"verdict": verdict, "fits": answer.fits}
 
 
 def changes_of(resolved: Resolved) -> dict[str, object]:
@@ -178,14 +178,14 @@ def changes_of(resolved: Resolved) -> dict[str, object]:
     return {"schema_version": SCHEMA_VERSION, **_judged(answer), "changes": [one._asdict() for one in remedies(answer)]}
 
 
-def with_flags(said: Mapping[str, str], flags: str) -> dict[str, str] | None:
+def with_flags(fields: Mapping[str, str], flags: str) -> dict[str, str] | None:
     """Return the controls' values changed by these flags; None if a flag has no control.
 
     >>> with_flags({"model": "gpt2", "stage": "0"}, "--stage 3 --micro-batch 2")
     {'model': 'gpt2', 'stage': '3', 'micro_batch': '2'}
     """
     words = iter(shlex.split(flags))
-    after = dict(said)
+    after = dict(fields)
     for flag in words:
         name, value = flag.removeprefix("--").replace("-", "_"), next(words, "")
         if name not in _controls() or value.startswith("--"):
@@ -213,25 +213,25 @@ def _names(series: Hashable) -> tuple[str, ...]:
     return tuple(field.name for field in fields(series))  # type: ignore[arg-type]  # one of the series
 
 
-def resolved_of(said: Mapping[str, str]) -> Resolved:
+def resolved_of(fields: Mapping[str, str]) -> Resolved:
     """Return the job of the controls; empty ones get the command line's defaults."""
-    return resolve(request_of(said), chosen=tuple(key.removeprefix("deepspeed.") for key in _set_keys(said)))
+    return resolve(request_of(fields), chosen=tuple(key.removeprefix("deepspeed.") for key in _set_keys(fields)))
 
 
-def request_of(said: Mapping[str, str]) -> Request:
+def request_of(fields: Mapping[str, str]) -> Request:
     """Return the request for the controls, without defaults."""
-    unknown = said.keys() - _controls().keys()
+    unknown = fields.keys() - _controls().keys()
     if unknown:
         raise SpecError(f"the page has no control {min(unknown)!r}; it has {', '.join(_controls())}")
     values = {
-        name: _value(_controls()[name], text.strip()) for name, text in said.items() if text.strip() and name != _SETTINGS
+        name: _value(_controls()[name], text.strip()) for name, text in fields.items() if text.strip() and name != _SETTINGS
     }
     if "config" in values:
-        return _with_settings(Request(**_of_content(values)), said)  # type: ignore[arg-type]  # Request checks every field
+        return _with_settings(Request(**_of_content(values)), fields)  # type: ignore[arg-type]  # Request checks every field
     if "model" not in values:
         raise SpecError(f"{_label('model')} is empty; choose one from its list, or write a number of parameters, such as 7e9")
     name = str(values.pop("model"))
-    return _with_settings(Request(**{_model_key(name): name}, **values), said)  # type: ignore[arg-type]  # Request checks every field
+    return _with_settings(Request(**{_model_key(name): name}, **values), fields)  # type: ignore[arg-type]  # Request checks every field
 
 
 def _of_content(values: dict[str, object]) -> dict[str, object]:
@@ -241,8 +241,8 @@ def _of_content(values: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in values.items() if name != "model"}
 
 
-def _with_settings(request: Request, said: Mapping[str, str]) -> Request:
-    for setting in said.get(_SETTINGS, "").split():
+def _with_settings(request: Request, fields: Mapping[str, str]) -> Request:
+    for setting in fields.get(_SETTINGS, "").split():
         request = with_setting(request, setting)
     return request
 
@@ -250,20 +250,20 @@ def _with_settings(request: Request, said: Mapping[str, str]) -> Request:
 _SETTINGS = "set"
 
 
-def _set_keys(said: Mapping[str, str]) -> list[str]:
-    return [setting.partition("=")[0] for setting in said.get(_SETTINGS, "").split()]
+def _set_keys(fields: Mapping[str, str]) -> list[str]:
+    return [setting.partition("=")[0] for setting in fields.get(_SETTINGS, "").split()]
 
 
-def command(said: Mapping[str, str]) -> str:
+def command(fields: Mapping[str, str]) -> str:
     """Return the command line for the same answer, without default values."""
-    return shlex.join(("zeroplan", "estimate", *flags(said)))
+    return shlex.join(("zeroplan", "estimate", *flags(fields)))
 
 
-def flags(said: Mapping[str, str]) -> Iterator[str]:
+def flags(fields: Mapping[str, str]) -> Iterator[str]:
     """Yield the command line's flags for the controls, without default values."""
     for name, control in _controls().items():
-        text = said.get(name, "").strip()
-        if name == "model" and said.get("config", "").strip():
+        text = fields.get(name, "").strip()
+        if name == "model" and fields.get("config", "").strip():
             continue
         if text and not _is_default(control, text):
             key = _model_key(text) if name == "model" else name

@@ -17,13 +17,13 @@ def configurations(job: JobSpec) -> list[dict[str, object]]:
 
 
 def _configuration(job: JobSpec, target: Target) -> dict[str, object]:
-    said: dict[str, object] = {"target": target, "files": [], "launch": "", "notes": [], "refusal": ""}
+    payload: dict[str, object] = {"target": target, "files": [], "launch": "", "notes": [], "refusal": ""}
     if job.recipe.engine == "paper":
-        return {**said, "refusal": _NO_PROGRAM}
+        return {**payload, "refusal": _NO_PROGRAM}
     try:
         made = export(job, target)
     except SpecError as refusal:
-        return {**said, "refusal": str(refusal).removeprefix(f"--emit {target} cannot express this layout: ")}
+        return {**payload, "refusal": str(refusal).removeprefix(f"--emit {target} cannot express this layout: ")}
     held = target == "accelerate" and not job.recipe.keep_logits and job.recipe.precision != "fp32"
     notes = [*made.notes, *((_HELD,) if held else ())]
-    return {**said, "files": [file._asdict() for file in made.files], "launch": made.launch, "notes": notes}
+    return {**payload, "files": [file._asdict() for file in made.files], "launch": made.launch, "notes": notes}

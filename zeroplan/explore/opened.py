@@ -36,7 +36,7 @@ class Opening:
             path = Path(folder) / f"file{_suffix(name)}"
             try:
                 await _write(path, request.stream())
-                return Response(await run_in_threadpool(self._in_turn, path, name), media_type="application/json")
+                return Response(await run_in_threadpool(self._one_at_a_time, path, name), media_type="application/json")
             except SpecError as error:
                 return JSONResponse({"error": str(error).replace(repr(str(path)), repr(name))}, status_code=422)
             except OSError as error:  # a full disk
@@ -46,7 +46,7 @@ class Opening:
             except _BusyError:
                 return JSONResponse({"error": "another file is being read; wait a moment"}, status_code=429)
 
-    def _in_turn(self, path: Path, name: str) -> bytes:
+    def _one_at_a_time(self, path: Path, name: str) -> bytes:
         if not self._one.acquire(timeout=_TURN_S):
             raise _BusyError
         try:

@@ -31,15 +31,15 @@ _OBJECTIVES = tuple(one for one in OBJECTIVES if one != "cost")
 _MOST_GPUS = 4096
 
 
-def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
+def planned_payload(fields: Mapping[str, str]) -> dict[str, object]:
     """Return the best layouts for the model, GPUs and sequence, as in ``zeroplan plan --json``.
 
     Each layout has the values of the controls that show it in full, and the reason why it is or is not the best.
     """
     request, question, target = (
-        request_of({name: said[name] for name in DESCRIBE if name in said}),
-        _question(said),
-        _target(said),
+        request_of({name: fields[name] for name in DESCRIBE if name in fields}),
+        _question(fields),
+        _target(fields),
     )
     if request.gpu is None:
         raise SpecError("a plan must fit a GPU, and none is chosen; choose one among the controls")
@@ -50,7 +50,7 @@ def planned_payload(said: Mapping[str, str]) -> dict[str, object]:
     best = "" if plan.best is None else estimate_command(plan.best.layout.job, request)
     return {
         "schema_version": SCHEMA_VERSION,
-        "command": _command(said),
+        "command": _command(fields),
         "plan": plan_payload(plan, Beside(best)),
         "layouts": _layouts(plan, request),
         "scatter": _scatter(plan, request),
@@ -62,25 +62,25 @@ def _scatter(plan: Plan, request: Request) -> dict[str, object]:
     series = pareto(plan)
     spots = [(spot.needed_bytes, round(spot.tokens_per_s, 1), spot.engine, spot.verdict, spot.layouts) for spot in series.spots]
     front = [
-        {"words": named.words, "needed_bytes": named.needed_bytes, "tokens_per_s": named.tokens_per_s, "said": said}
-        for named, said in zip(series.front, (said_of(one.job, request) for one in plan.front), strict=True)
+        {"words": named.words, "needed_bytes": named.needed_bytes, "tokens_per_s": named.tokens_per_s, "said": fields}
+        for named, fields in zip(series.front, (controls_of(one.job, request) for one in plan.front), strict=True)
     ]
     return {"spots": spots, "front": front, "capacity_bytes": series.capacity_bytes}
 
 
-def _question(said: Mapping[str, str]) -> Question:
-    unknown = said.keys() - {control.name for control in controls()} - ASKED.keys()
+def _question(fields: Mapping[str, str]) -> Question:
+    unknown = fields.keys() - {control.name for control in controls()} - ASKED.keys()
     if unknown:
         raise SpecError(f"the page has no control {min(unknown)!r}")
-    batch, objective = said.get("global_batch", "").strip(), said.get("objective", "").strip()
+    batch, objective = fields.get("global_batch", "").strip(), fields.get("objective", "").strip()
     for one in _OBJECTIVES:
         if objective in ("", one):
             return Question(one, parse_count(batch, what=ASKED["global_batch"][0], examples="1024") if batch else None)
     raise SpecError(f"{ASKED['objective'][0]} {objective!r} is not offered; choose one of {', '.join(_OBJECTIVES)}")
 
 
-def _target(said: Mapping[str, str]) -> Target | None:
-    text = said.get("file", "").strip()
+def _target(fields: Mapping[str, str]) -> Target | None:
+    text = fields.get("file", "").strip()
     for target in TARGETS:
         if text == target:
             return target
@@ -89,10 +89,10 @@ def _target(said: Mapping[str, str]) -> Target | None:
     return None
 
 
-def _command(said: Mapping[str, str]) -> str:
-    asked = [word for name, (_, flag) in ASKED.items() if (text := said.get(name, "").strip()) for word in (flag, text)]
-    described = flags({name: said[name] for name in DESCRIBE if name in said})
-    return shlex.join(("zeroplan", "plan", *described, *asked))
+def _command(fields: Mapping[str, str]) -> str:
+    words = [word for name, (_, flag) in ASKED.items() if (text := fields.get(name, "").strip()) for word in (flag, text)]
+    described = flags({name: fields[name] for name in DESCRIBE if name in fields})
+    return shlex.join(("zeroplan", "plan", *described, *words))
 
 
 def _layouts(plan: Plan, request: Request) -> list[dict[str, object]]:
@@ -101,25 +101,25 @@ def _layouts(plan: Plan, request: Request) -> list[dict[str, object]]:
 
 
 def _layout(layout: Layout, request: Request, why: str) -> dict[str, object]:
-    return {**layout_payload(layout), "why": why, "said": said_of(layout.job, request)}
+    return {**layout_payload(layout), "why": why, "said": controls_of(layout.job, request)}
 
 
 #: Flags without a control that have the default's value.
 _TAKEN_ANYWAY = (("--lora-targets", "all-linear"),)
 
 
-def said_of(job: JobSpec, request: Request) -> dict[str, str] | None:
+def controls_of(job: JobSpec, request: Request) -> dict[str, str] | None:
     """Return the controls' values for a job; None if one of its flags has no control."""
     of_page, words = {control.name: control for control in controls()}, iter(shlex.split(estimate_command(job, request))[2:])
-    said: dict[str, str] = {}
+    values: dict[str, str] = {}
     for flag in words:
         name = "model" if flag == "--params" else flag.removeprefix("--").replace("-", "_")
         if name in of_page and of_page[name].choices == SWITCH:
-            said[name] = "yes"
+            values[name] = "yes"
             continue
         value = next(words, "")
         if name in of_page and not value.startswith("--"):
-            said[name] = f"{said[name]} {value}" if name in said else value
+            values[name] = f"{values[name]} {value}" if name in values else value
         elif (flag, value) not in _TAKEN_ANYWAY:
             return None
-    return said
+    return values

@@ -59,7 +59,7 @@ def in_browser(address: str) -> tuple[int, str]:
 
     The browser's Python has no NumPy, which a few answers need: they are refused with the way out.
     """
-    from zeroplan.explore.handed_out import report_of  # noqa: PLC0415  most readers save no report
+    from zeroplan.explore.downloads import report_of  # noqa: PLC0415  most readers save no report
 
     parts = urlsplit(address)
     what, fields = parts.path.rpartition("/")[2], parse_qsl(parts.query, keep_blank_values=True)

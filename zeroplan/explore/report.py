@@ -25,13 +25,13 @@ def report_html(resolved: Resolved, command: str) -> str:
 
     ``command``: the command line for the same answer.
     """
-    told = {
+    texts = {
         **{name: controls_payload()[name] for name in ("colours", "hatches")},
         "made": f"Made by {made()}.",
         "own": resolved.job.recipe.zero_stage,
         "answers": _answers(resolved, command),
     }
-    inside = json.dumps(told, ensure_ascii=False).replace("<", "\\u003c")
+    inside = json.dumps(texts, ensure_ascii=False).replace("<", "\\u003c")
     script = f'<script type="application/json" id="told">{inside}</script>\n<script>{_page("page.js")}</script>'
     page = _page("index.html")
     parts = {

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from zeroplan.errors import ZeroplanError
 from zeroplan.explore.answers import MESSAGE, controls_payload, text_of
 from zeroplan.explore.controls import controls
-from zeroplan.explore.handed_out import PICTURES, picture_of, report_of
+from zeroplan.explore.downloads import PICTURES, picture_of, report_of
 from zeroplan.explore.opened import LARGEST_BYTES, Opening
 from zeroplan.explore.planning import ASKED, planned_payload
 from zeroplan.explore.questions import ANSWERS, Said, answered, once
@@ -60,13 +60,13 @@ def explore_app(run: bytes | None = None) -> _App:
     questions: dict[str, _Question] = {**{name: _question(name) for name in ANSWERS}, "plan": plan}
     for name, question in questions.items():
         app.add_api_route(
-            f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_said_of(name)
+            f"/api/{name}", question, methods=["GET"], name=name, responses=_REFUSED, openapi_extra=_parameters_of(name)
         )
     for name, (handed_out, media_type) in {"report": (_report, "text/html"), "picture": (_picture, "image/svg+xml")}.items():
         file: dict[int | str, dict[str, object]] = {200: {"content": {media_type: {"schema": {"type": "string"}}}}}
         app.add_api_route(
             f"/api/{name}", handed_out, methods=["GET"], name=name, response_class=Response, responses={**_REFUSED, **file},
-            openapi_extra=_said_of(name),
+            openapi_extra=_parameters_of(name),
         )  # fmt: skip
     app.add_api_route(
         _FILES, Opening().__call__, methods=["POST"], name="opened", responses=_REFUSED, openapi_extra=_of_a_file()
@@ -88,7 +88,7 @@ _REFUSED: dict[int | str, dict[str, object]] = {
 }
 
 
-def _said_of(question: str) -> dict[str, object]:
+def _parameters_of(question: str) -> dict[str, object]:
     """Return the OpenAPI parameters of a request: the controls, and further fields for plans and pictures."""
     said = [(control.name, control.label, control.choices) for control in controls() if control.name not in ("model", "set")]
     said += [("model", "Model", ()), ("set", "Options of the engine", ())]
@@ -171,13 +171,13 @@ class Planning:
         if not self._bucket.gives():
             return JSONResponse({"error": "too many plans at once; wait a moment"}, status_code=429)
         try:
-            return Response(await run_in_threadpool(self._in_turn, _asked(request)), media_type=_JSON)
+            return Response(await run_in_threadpool(self._one_at_a_time, _asked(request)), media_type=_JSON)
         except ZeroplanError as error:
             return JSONResponse({"error": str(error)}, status_code=422)
         except TimeoutError:
             return JSONResponse({"error": "another plan is being made; wait a moment"}, status_code=429)
 
-    def _in_turn(self, said: Said) -> bytes:
+    def _one_at_a_time(self, said: Said) -> bytes:
         if not self._one.acquire(timeout=_TURN_S):
             raise TimeoutError
         try:

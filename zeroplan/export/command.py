@@ -18,19 +18,19 @@ _SETTINGS = ("ddp", "fsdp1", "fsdp2", "deepspeed", "megatron")
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def estimate_command(job: JobSpec, asked: Request, *, from_run: str | None = None) -> str:
-    """Return the command; ``asked`` has the user's name of the model, ``from_run`` is the saved run that the job comes from.
+def estimate_command(job: JobSpec, request: Request, *, from_run: str | None = None) -> str:
+    """Return the command; ``request`` has the user's name of the model, ``from_run`` is the saved run that the job comes from.
 
     With ``from_run`` the command names every setting, since the run's settings replace the defaults.
 
     >>> from zeroplan.resolve import resolve
-    >>> asked = Request(model="gpt2", gpus=2, gpu="h100")
-    >>> estimate_command(resolve(asked).job, asked)
+    >>> request = Request(model="gpt2", gpus=2, gpu="h100")
+    >>> estimate_command(resolve(request).job, request)
     'zeroplan estimate --model gpt2 --gpus 2 --gpu h100-sxm-80gb --engine fsdp2 --stage 3 --seq-len 1024'
     """
     if from_run is not None:
         return shlex.join(("zeroplan", "estimate", "--from-run", from_run, *_over_a_run(job), *_options(job.recipe)))
-    return shlex.join(("zeroplan", "estimate", *_model(job, asked), *_cluster(job), *_recipe(job), *_batch(job)))
+    return shlex.join(("zeroplan", "estimate", *_model(job, request), *_cluster(job), *_recipe(job), *_batch(job)))
 
 
 _OVER_A_RUN = ("gpus", "gpu", "gpus_per_node", "network", "nics_per_node", "replicas", "engine", "stage", "precision", "optimizer",
@@ -44,15 +44,15 @@ def _over_a_run(job: JobSpec) -> Iterator[str]:
             yield from _words(one, value)
 
 
-def _model(job: JobSpec, asked: Request) -> Iterator[str]:
-    name = asked.model if isinstance(asked.model, str) else None
-    name = name if asked.fetched is None else f"hf:{name}"
+def _model(job: JobSpec, request: Request) -> Iterator[str]:
+    name = request.model if isinstance(request.model, str) else None
+    name = name if request.fetched is None else f"hf:{name}"
     for flag, value in (
         ("model", name),
-        ("params", asked.params),
-        ("config", asked.config),
-        ("profile", asked.profile),
-        ("treat-as", asked.treat_as),
+        ("params", request.params),
+        ("config", request.config),
+        ("profile", request.profile),
+        ("treat-as", request.treat_as),
     ):
         if value is not None:
             yield from (f"--{flag}", str(value))
@@ -72,11 +72,11 @@ def _adapter(adapter: AdapterSpec) -> Iterator[str]:
     """Yield the flags of an adapter's fields that differ from their defaults."""
     yield from ("--lora-rank", str(adapter.rank), "--lora-targets", str(adapter.targets))
     for field in fields(AdapterSpec):
-        said = getattr(adapter, field.name)
-        if field.name not in _FLAGS_OF_ADAPTERS or said == field.default:
+        value = getattr(adapter, field.name)
+        if field.name not in _FLAGS_OF_ADAPTERS or value == field.default:
             continue
         yield f"--{_FLAGS_OF_ADAPTERS[field.name]}"
-        yield from () if said is True else (str(said),)
+        yield from () if value is True else (str(value),)
 
 
 #: The flags of an adapter's fields, beside its rank and its targets.

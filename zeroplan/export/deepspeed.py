@@ -55,10 +55,10 @@ def of_the_script(job: JobSpec) -> dict[str, object]:
 
     DeepSpeed 0.19.8 checks only the sections that it knows (runtime/config.py, DeepSpeedConfig), so that it passes over these.
     """
-    said = {name: value_of(job, OPTIONS[name]) for name in OF_THE_SCRIPT}
+    values = {name: value_of(job, OPTIONS[name]) for name in OF_THE_SCRIPT}
     default = RecipeSpec()
     own = {"seq_len": job.batch.seq_len, "optimizer": None if job.recipe.optimizer in (*ADAM, "muon") else job.recipe.optimizer}
-    differ = {name: value for name, value in said.items() if value != getattr(default, name, None)}
+    differ = {name: value for name, value in values.items() if value != getattr(default, name, None)}
     return {name: value for name, value in {**differ, **own}.items() if value is not None}
 
 
@@ -72,20 +72,20 @@ def _adam_params(recipe: RecipeSpec) -> dict[str, object]:
 
 
 def _zero(recipe: RecipeSpec, nvme_path: str | None) -> dict[str, object]:
-    said = {
+    options = {
         key: value
         for key, value in asdict(recipe.deepspeed).items()
         if key not in _OURS and value is not None and _LATE.get(key) is not value
     }
-    return {key: value for key, value in said.items() if not key.startswith(_OFFLOADED)} | _offloaded(said, nvme_path)
+    return {key: value for key, value in options.items() if not key.startswith(_OFFLOADED)} | _offloaded(options, nvme_path)
 
 
-def _offloaded(said: dict[str, object], nvme_path: str | None) -> dict[str, object]:
+def _offloaded(options: dict[str, object], nvme_path: str | None) -> dict[str, object]:
     """Return the sections ``offload_optimizer`` and ``offload_param``, from the options with these prefixes."""
     sections: dict[str, object] = {}
     path = {} if nvme_path is None else {"nvme_path": nvme_path}
     for section in _OFFLOADED:
-        if said[section] != "none":
-            keys = {key.removeprefix(section + "_"): value for key, value in said.items() if key.startswith(section + "_")}
-            sections[section] = {"device": said[section], **keys, **path}
+        if options[section] != "none":
+            keys = {key.removeprefix(section + "_"): value for key, value in options.items() if key.startswith(section + "_")}
+            sections[section] = {"device": options[section], **keys, **path}
     return sections

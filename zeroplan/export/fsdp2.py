@@ -94,8 +94,8 @@ def reshards(recipe: RecipeSpec) -> bool:
     >>> reshards(RecipeSpec(zero_stage=3)), reshards(RecipeSpec(zero_stage=2))
     (True, False)
     """
-    asked = recipe.fsdp2.reshard_after_forward
-    return recipe.zero_stage == 3 if asked is None else bool(asked)
+    reshard = recipe.fsdp2.reshard_after_forward
+    return recipe.zero_stage == 3 if reshard is None else bool(reshard)
 
 
 FSDP2_FILE = "fsdp2-zeroplan.py"
@@ -138,11 +138,11 @@ def fsdp2_script(job: JobSpec) -> str:
 
 
 def _checkpointing(recipe: RecipeSpec) -> str:
-    said = _CHECKPOINTING[recipe.recompute]
+    lines = _CHECKPOINTING[recipe.recompute]
     if recipe.recompute_layers is None:
-        return said
+        return lines
     kinds, is_one = _EVERY
-    return said.replace(kinds, _FIRST.format(layers=recipe.recompute_layers)).replace(is_one, "first.__contains__")
+    return lines.replace(kinds, _FIRST.format(layers=recipe.recompute_layers)).replace(is_one, "first.__contains__")
 
 
 def _policies(recipe: RecipeSpec) -> tuple[str, str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from zeroplan.catalog.setups.told import Kind
+    from zeroplan.catalog.setups.settings import Kind
 
 _Value = object
 
@@ -50,15 +50,15 @@ def in_its_words(
     :func:`deepspeed_place`.
     """
     words = _Words(before, after, keys, deepspeed)
-    told: list[str] = []
+    found_words: list[str] = []
     for one in changed(before, after):
         said = _BY_KIND.get(kind, {}).get(one.name) or _IN_SCRIPT.get(one.name)
-        told += (
+        found_words += (
             said(words, one.value)
             if said is not None
             else [f"in the training script: {one.name.partition('.')[2]} {one.value}"]
         )
-    return tuple(dict.fromkeys(told))
+    return tuple(dict.fromkeys(found_words))
 
 
 class _Words(NamedTuple):

@@ -44,7 +44,7 @@ class WillNotFitError(RuntimeError):
     """The job cannot fit its GPU: its peak plus memory outside the allocator exceed the GPU's memory."""
 
 
-def check_memory(*, if_too_large: IfTooLarge = "stop", **said: object) -> Estimate | None:
+def check_memory(*, if_too_large: IfTooLarge = "stop", **flags: object) -> Estimate | None:
     """Return the estimate of a job, and stop the job if it cannot fit; returns None if the job is not modelled.
 
     The keywords are those of :func:`zeroplan.job`, such as ``from_file``, ``model``, ``seq_len`` and ``engine``. The default of
@@ -53,11 +53,11 @@ def check_memory(*, if_too_large: IfTooLarge = "stop", **said: object) -> Estima
     """
     world = os.environ.get("WORLD_SIZE", "")
     try:
-        if said.get("gpus") is None and world.isdigit():
-            said["gpus"] = int(world)
-        request = Request(**{"gpu": None, **said})  # type: ignore[arg-type]  # Request checks every field
+        if flags.get("gpus") is None and world.isdigit():
+            flags["gpus"] = int(world)
+        request = Request(**{"gpu": None, **flags})  # type: ignore[arg-type]  # Request checks every field
         if request.gpu is None:
-            request = Request(**{**said, "gpu": own_gpu()})  # type: ignore[arg-type]  # as above
+            request = Request(**{**flags, "gpu": own_gpu()})  # type: ignore[arg-type]  # as above
     except ZeroplanError as error:
         _unknown(error)
         return None

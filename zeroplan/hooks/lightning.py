@@ -55,24 +55,24 @@ class LightningMemoryCheck(Callback):
             said_afterwards(self.predicted, speaks=trainer.is_global_zero)
 
     def _request(self, trainer: Any, pl_module: Any, folder: Path) -> Request:  # noqa: ANN401  Lightning's own
-        said = dict(self.said)
+        flags = dict(self.said)
         config = getattr(getattr(pl_module, "model", None), "config", None)
-        if not {"model", "config", "params", "profile"} & said.keys():
+        if not {"model", "config", "params", "profile"} & flags.keys():
             if config is None:
                 raise SpecError("the module has no model.config; name the model: LightningMemoryCheck(model='llama-3.1-8b')")
-            said["config"] = str(folder / "config.json")
+            flags["config"] = str(folder / "config.json")
             (folder / "config.json").write_text(config.to_json_string(use_diff=False), encoding="utf-8")
         nodes = trainer.num_nodes
         strategy = type(trainer.strategy).__name__
-        told = {
+        strategies = {
             "strategy": strategy if strategy != "DeepSpeedStrategy" else f"deepspeed_stage_{_stage(trainer.strategy)}",
             "precision": str(trainer.precision), "devices": trainer.world_size // nodes, "num_nodes": nodes,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
         }  # fmt: skip
-        (folder / "trainer.json").write_text(json.dumps({"trainer": told}), encoding="utf-8")
-        said.setdefault("gpu", None)
-        said["gpu"] = said["gpu"] or own_gpu()
-        return Request(from_file=str(folder / "trainer.json"), **said)  # type: ignore[arg-type]  # Request checks every field
+        (folder / "trainer.json").write_text(json.dumps({"trainer": strategies}), encoding="utf-8")
+        flags.setdefault("gpu", None)
+        flags["gpu"] = flags["gpu"] or own_gpu()
+        return Request(from_file=str(folder / "trainer.json"), **flags)  # type: ignore[arg-type]  # Request checks every field
 
 
 def _stage(strategy: Any) -> int:  # noqa: ANN401  as above

@@ -59,11 +59,11 @@ class MemoryCheck(TrainerCallback):
 
     def _request(self, args: TrainingArguments, model: Any, folder: Path) -> Request:  # noqa: ANN401  a module of the user's
         """Write the Trainer's arguments and the model's configuration into the folder, and return a request that reads them."""
-        said, config = folder / "training_args.json", folder / "config.json"
-        said.write_text(json.dumps(args.to_dict(), default=str), encoding="utf-8")  # type: ignore[no-untyped-call]
+        arguments, config = folder / "training_args.json", folder / "config.json"
+        arguments.write_text(json.dumps(args.to_dict(), default=str), encoding="utf-8")  # type: ignore[no-untyped-call]
         config.write_text(model.config.to_json_string(use_diff=False), encoding="utf-8")
         return Request(
-            config=str(config), from_file=str(said), gpus=args.world_size, gpu=self.gpu or own_gpu(), seq_len=self.seq_len,
+            config=str(config), from_file=str(arguments), gpus=args.world_size, gpu=self.gpu or own_gpu(), seq_len=self.seq_len,
             **_adapters(model),
         )  # fmt: skip
 

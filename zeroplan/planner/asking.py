@@ -76,9 +76,9 @@ class WithDefaults(NamedTuple):
     grad_accum: int | None
     """Micro-batches of a step that the program takes by default, if the file sets their size but not their number."""
 
-    def question(self, asked: "Question") -> "Question":
+    def question(self, wanted: "Question") -> "Question":
         """Return the question with what the file's program does with a step's sequences."""
-        return asked._replace(pads=asked.pads or self.pads, grad_accum=self.grad_accum or asked.grad_accum)
+        return wanted._replace(pads=wanted.pads or self.pads, grad_accum=self.grad_accum or wanted.grad_accum)
 
 
 def with_setup_defaults(request: Request) -> WithDefaults:
@@ -104,7 +104,7 @@ def with_setup_defaults(request: Request) -> WithDefaults:
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan for a question on a request. Raises SpecError in one line for contradictory or impossible settings."""
     found = with_setup_defaults(request)
-    request, told, question = found.request, found.notes, found.question(question)
+    request, changed, question = found.request, found.notes, found.question(question)
     _refuse(request, question)
     fixed = replace(_fixed(request, question), pads=question.pads and request.padded is None)
     if question.max_params:
@@ -135,7 +135,7 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
         answer = answer if less is None else replace(answer, rankings=(*answer.rankings, less))
     if question.max_params and answer.best is not None:
         notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
-    return replace(answer, notes=(*told, *notes, *_training_notes(answer), *_padding_notes(answer, fixed)))
+    return replace(answer, notes=(*changed, *notes, *_training_notes(answer), *_padding_notes(answer, fixed)))
 
 
 _IN_8_BITS = (
@@ -152,10 +152,10 @@ def _training_notes(answer: Plan) -> Iterator[str]:
     """Yield a note if the best layout has another optimizer or precision than requested."""
     if answer.best is None:
         return
-    asked, found = answer.base.recipe, answer.best.layout.job.recipe
-    if found.optimizer != asked.optimizer:
+    base, found = answer.base.recipe, answer.best.layout.job.recipe
+    if found.optimizer != base.optimizer:
         yield _IN_8_BITS
-    if found.precision != asked.precision:
+    if found.precision != base.precision:
         yield _IN_BF16
 
 
@@ -193,8 +193,8 @@ def _with_the_largest_model(request: Request, fixed: Fixed, extra: Path | None, 
 
 
 def _refuse(request: Request, question: Question) -> None:
-    asked = (question.min_gpus, question.max_seq, question.max_batch, question.max_params, question.objective == "cost")
-    if sum(asked) > 1:
+    extremes = (question.min_gpus, question.max_seq, question.max_batch, question.max_params, question.objective == "cost")
+    if sum(extremes) > 1:
         raise SpecError(
             "--min-gpus, --max-seq, --max-batch, --max-params and --objective cost are five different questions; use one of them"
         )
@@ -276,18 +276,18 @@ def _extreme(
         longest, fixed, how, more = _first(longest_sequence, base, one_each, inexpressible, _with_tokens)
         if not longest:
             return base, one_each, (f"not even {SEQUENCE_STEP} tokens fit",)
-        said = f"the longest sequence that fits{how}: {longest:,} tokens (a multiple of {SEQUENCE_STEP}){more}"
+        answer = f"the longest sequence that fits{how}: {longest:,} tokens (a multiple of {SEQUENCE_STEP}){more}"
         window = base.model.sliding_window
         if window is not None and longest < window <= longest + SEQUENCE_STEP and (fixed.tp or 1) * (fixed.cp or 1) > 1:
-            said += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
+            answer += f"; longer ones, beyond the window of {window:,}, are not modelled on ranks that split the model"
         found, _ = _with_tokens(base, fixed, longest)
-        return found, fixed, tuple(note for note in (said, beyond_positions(found)) if note)
+        return found, fixed, tuple(note for note in (answer, beyond_positions(found)) if note)
     if question.max_batch:
         largest, fixed, how, more = _first(largest_batch, base, fixed, inexpressible, _with_sequences)
         if not largest:
             return base, one_each, ("not even one sequence fits",)
-        said = f"the largest micro-batch that fits{how}: {largest:,} sequences per data-parallel rank{more}"
-        return *_with_sequences(base, fixed, largest), (said,)
+        answer = f"the largest micro-batch that fits{how}: {largest:,} sequences per data-parallel rank{more}"
+        return *_with_sequences(base, fixed, largest), (answer,)
     return base, fixed, ()
 
 
@@ -316,7 +316,7 @@ def _first(
     for place, room in enumerate(ROOMS):
         found, within = largest(base, fixed, inexpressible, room), in_room(base, fixed, room)
         if found and room.tight:
-            found = _that_goes_through(found, lambda number: plan(*at(base, within, number), inexpressible=inexpressible))  # noqa: B023
+            found = _largest_in_a_replay(found, lambda number: plan(*at(base, within, number), inexpressible=inexpressible))  # noqa: B023
         if found:
             how = room.words or (f"with {fixed.margin:.0%} of the GPU free" if fixed.margin else "comfortably")
             others = ((largest(base, fixed, inexpressible, other), other) for other in ROOMS[1:] if not place)
@@ -334,7 +334,7 @@ def _worth(room: Room, found: int) -> float:
     return found + 1 if room.tight else _WORTH_SAYING * found
 
 
-def _that_goes_through(most: int, answer: Callable[[int], Plan]) -> int:
+def _largest_in_a_replay(most: int, answer: Callable[[int], Plan]) -> int:
     """Return the largest number up to ``most`` with which a layout has enough memory in a replay, by a short bisection; or 0."""
     if answer(most).best is not None:
         return most

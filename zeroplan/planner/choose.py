@@ -62,8 +62,8 @@ class _Field(NamedTuple):
 
     def as_asked(self, order: Column) -> tuple[int, ...]:
         """Return the first layout in this order with the requested optimizer and precision."""
-        asked = self.base.recipe.optimizer, self.base.recipe.precision
-        alike = [(one.recipe.optimizer, one.recipe.precision) == asked for one in self.found]
+        base = self.base.recipe.optimizer, self.base.recipe.precision
+        alike = [(one.recipe.optimizer, one.recipe.precision) == base for one in self.found]
         among = order[np.array(alike)[self.layouts.structure[order]]]
         return tuple(among[:1].tolist())
 

@@ -68,11 +68,11 @@ def fewest_gpus(
     tried = noted(alone, without)
     if without is fixed or alone.base.mesh.world_size == 1:
         return alone, tried
-    away = fewest(replace(fixed, offload_optimizer="cpu"), alone.base.mesh.world_size)
-    fewer = away.base.mesh.world_size
-    if away.best is None or fewer == alone.base.mesh.world_size:
+    offloading = fewest(replace(fixed, offload_optimizer="cpu"), alone.base.mesh.world_size)
+    fewer = offloading.base.mesh.world_size
+    if offloading.best is None or fewer == alone.base.mesh.world_size:
         return alone, tried
-    host = GIBIBYTES.size(away.best.estimate.host_bytes_per_node or 0)
+    host = GIBIBYTES.size(offloading.best.estimate.host_bytes_per_node or 0)
     return alone, (
         *tried,
         f"with offload to host memory it fits on {fewer:,}, with {host} of a node: `plan` with --offload-optimizer cpu finds it",
@@ -426,11 +426,11 @@ def _most(base: JobSpec, fixed: Fixed, values: Column, room: Room, *, tokens: bo
     longest = replace(base, batch=replace(base.batch, seq_len=int(values.max()))) if tokens and len(values) else base
     most, steps = 0, fixed.grad_accum_steps or 1
     for recipe, split in _smallest_structures(longest, fixed, inexpressible, offload=room.offload):
-        told = _modelled(values, base, split) if tokens else values
-        told = told[told > most]  # smaller values are known to fit
-        if told.size:
+        modelled = _modelled(values, base, split) if tokens else values
+        modelled = modelled[modelled > most]  # smaller values are known to fit
+        if modelled.size:
             whole = replace(fixed, dp_replicate=None)
-            fitting = _fitting(base, whole, recipe, split, told, steps=steps, tokens=tokens, tight=room.tight)
+            fitting = _fitting(base, whole, recipe, split, modelled, steps=steps, tokens=tokens, tight=room.tight)
             most = max(most, int(fitting.max(initial=0)))
     return most
 

@@ -194,7 +194,7 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
         for structure in structures(base, fixed, offload=offload, wide=space.wide)
         for split in degrees_of(structure, base, fixed, wide=space.wide)
     )
-    for structure, split in counted(sorted(every, key=_takes_long)):
+    for structure, split in counted(sorted(every, key=_is_slow)):
         missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
         if missing:
             space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
@@ -205,7 +205,7 @@ def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
                 yield found
 
 
-def _takes_long(one: tuple[RecipeSpec, Degrees]) -> bool:
+def _is_slow(one: tuple[RecipeSpec, Degrees]) -> bool:
     """Whether layouts are evaluated one by one. They come last, when the rate to beat is known."""
     return one[0].engine != "megatron" and one[1].pp > 1
 

@@ -270,16 +270,16 @@ def _of_stage(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iter
         )  # it recomputes only attention, which saves little with a fused kernel
     for recompute in again if fixed.recompute is None else (fixed.recompute,):
         for loss in losses if fixed.loss is None else (fixed.loss,):
-            said = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss,
+            settings = {"engine": engine, "zero_stage": stage, "recompute": recompute, "loss": loss,
                     "optimizer_impl": fixed.optimizer_impl or step, "recompute_layers": fixed.recompute_layers}  # fmt: skip
             for options in _options(base, fixed, engine, stage):
-                yield from _if_kernels_run(recipe, {**said, **options})
+                yield from _if_kernels_run(recipe, {**settings, **options})
 
 
-def _if_kernels_run(recipe: RecipeSpec, said: Mapping[str, object]) -> Iterator[RecipeSpec]:
+def _if_kernels_run(recipe: RecipeSpec, settings: Mapping[str, object]) -> Iterator[RecipeSpec]:
     """Yield the recipe with other settings, unless the fused kernels that the user asks for do not run with them."""
     try:
-        yield replace(recipe, **said)  # type: ignore[arg-type]  # checked there
+        yield replace(recipe, **settings)  # type: ignore[arg-type]  # checked there
     except SpecError:
         if not recipe.fused_parts:
             raise
@@ -292,16 +292,16 @@ _OWN_STEP: tuple[Engine, ...] = ("deepspeed", "megatron")
 def _options(base: JobSpec, fixed: Fixed, engine: Engine, stage: Stage) -> Iterator[Mapping[str, object]]:
     """Yield the engine's options to try, including offload."""
     recipe = base.recipe
-    asked = (fixed.offload_optimizer, fixed.offload_param)
+    offload = (fixed.offload_optimizer, fixed.offload_param)
     if engine == "ddp":
-        if set(asked) <= {None, "none"}:
+        if set(offload) <= {None, "none"}:
             views = (False, True) if fixed.ddp is None else (recipe.ddp.gradient_as_bucket_view,)
             yield from ({"ddp": DdpOptions(gradient_as_bucket_view=view)} for view in views)
     elif engine == "megatron":
-        if set(asked) <= {None, "none"}:
+        if set(offload) <= {None, "none"}:
             yield {"megatron": recipe.megatron if fixed.megatron is not None else _overlapped(base.model, stage)}
     elif engine == "fsdp1":
-        if set(asked) <= {None, "none"}:
+        if set(offload) <= {None, "none"}:
             yield {"fsdp1": recipe.fsdp1}
     elif engine == "fsdp2":
         yield from ({"fsdp2": options} for options in _fsdp2(recipe.fsdp2, fixed, stage))
@@ -317,15 +317,15 @@ def _overlapped(model: ModelSpec, stage: Stage) -> MegatronOptions:
 
 def _fsdp2(options: Fsdp2Options, fixed: Fixed, stage: Stage) -> Iterator[Fsdp2Options]:
     """Yield FSDP2's options to try. FSDP2 offloads parameters, gradients and optimizer together, or nothing."""
-    asked = {fixed.offload_optimizer, fixed.offload_param} - {None}
+    offload = {fixed.offload_optimizer, fixed.offload_param} - {None}
     kept = fixed.fsdp2 is not None and options.cpu_offload
     reshard: tuple[bool | int | None, ...] = (
         (None, 8) if stage == 3 and fixed.fsdp2 is None else (options.reshard_after_forward,)
     )
-    for away in (False, True):
-        if asked <= {"cpu" if away else "none"} and (away or not kept):
+    for on_host in (False, True):
+        if offload <= {"cpu" if on_host else "none"} and (on_host or not kept):
             for ways in reshard:
-                yield replace(options, reshard_after_forward=ways, cpu_offload=away)
+                yield replace(options, reshard_after_forward=ways, cpu_offload=on_host)
 
 
 def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedOptions]:
@@ -333,8 +333,10 @@ def _deepspeed(base: JobSpec, fixed: Fixed, stage: Stage) -> Iterator[DeepSpeedO
     for options in (base.recipe.deepspeed,) if fixed.deepspeed is not None else _default_deepspeed_options(base, stage):
         for optimizer in devices if fixed.offload_optimizer is None else (fixed.offload_optimizer,):
             for weights in devices if fixed.offload_param is None else (fixed.offload_param,):
-                away = optimizer != "none" or weights != "none"
-                if _is_worth_trying(optimizer, weights, stage, fixed) and not (away and options.zero_hpz_partition_size > 1):
+                offloads = optimizer != "none" or weights != "none"
+                if _is_worth_trying(optimizer, weights, stage, fixed) and not (
+                    offloads and options.zero_hpz_partition_size > 1
+                ):
                     yield replace(options, offload_optimizer=optimizer, offload_param=weights)
 
 
@@ -488,5 +490,5 @@ def _uneven_sizes(gpus: int, split: Degrees, fixed: Fixed, total: int) -> str:
         return (
             f"--global-batch {total:,} is not --micro-batch {size:,} x --grad-accum {steps:,} x {sharing:,} GPUs; leave one out"
         )
-    flag, said = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
-    return f"{flag} {said:,} does not divide the {total // sharing:,} sequences of a GPU in --global-batch {total:,}"
+    flag, number = ("--micro-batch", size) if size is not None else ("--grad-accum", steps or 1)
+    return f"{flag} {number:,} does not divide the {total // sharing:,} sequences of a GPU in --global-batch {total:,}"

@@ -218,19 +218,19 @@ def pareto_bars(series: "ParetoSeries", *, width: int, signs: bool) -> list[Row]
         rows.append((Segment("* " if one == series.best else "  "), Segment(figures), Segment(bar, BLUE)))
         rows += _indented(one.words, width)
     rows += [(Segment("nothing fits"),)] if series.best is None else [()]
-    told = f"* best for {series.objective}; " if series.best is not None else ""
+    legend = f"* best for {series.objective}; " if series.best is not None else ""
     of = f"tokens/s of one GPU; the GPU has {series.capacity_bytes / GIB:,.1f} GiB"
     some = f"; {len(front):,} of {len(series.front):,} on the front" if len(series.front) > _FRONT else ""
-    return [*rows, *((Segment(line),) for line in textwrap.wrap(f"{told}{of}{some}", width)), *_layouts(series)]
+    return [*rows, *((Segment(line),) for line in textwrap.wrap(f"{legend}{of}{some}", width)), *_layouts(series)]
 
 
 def _layouts(series: "ParetoSeries") -> Iterator[Row]:
     """Yield the number of layouts of each engine, and how they fit."""
     for engine, look in ENGINES.items():
         counts = {v: sum(one.layouts for one in series.spots if (one.engine, one.verdict) == (engine, v)) for v in _SHADES}
-        said = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items() if count)
-        if said:
-            yield (Segment(f"{engine}: ", look.colour), Segment(said))
+        counted = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items() if count)
+        if counted:
+            yield (Segment(f"{engine}: ", look.colour), Segment(counted))
 
 
 def validation_bars(series: ValidationSeries, *, width: int, signs: bool) -> list[Row]:

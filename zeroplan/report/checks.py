@@ -109,8 +109,8 @@ def _text(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
 
 
 def _json(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:
-    told = [{**row._asdict(), "failed": row.outcome in fails} for row in rows]
-    return json.dumps({"schema_version": SCHEMA_VERSION, "checks": told}, indent=2, ensure_ascii=False)
+    rows_shown = [{**row._asdict(), "failed": row.outcome in fails} for row in rows]
+    return json.dumps({"schema_version": SCHEMA_VERSION, "checks": rows_shown}, indent=2, ensure_ascii=False)
 
 
 def _junit(rows: Sequence[Checked], fails: frozenset[Outcome]) -> str:

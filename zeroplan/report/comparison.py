@@ -149,7 +149,7 @@ def _reserved_payload(one: Reserved) -> dict[str, object]:
 
 
 def _memory(comparison: Comparison) -> tuple[Compared, ...]:
-    return (comparison.peak, *comparison.phases, comparison.held, *comparison.away)
+    return (comparison.peak, *comparison.phases, comparison.held, *comparison.off_gpu)
 
 
 def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:

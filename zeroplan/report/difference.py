@@ -195,8 +195,8 @@ def _main_settings(found: Difference) -> tuple[Setting, ...]:
 
 
 def _settings_line(settings: Sequence[Setting]) -> str:
-    said = "; ".join(f"{one.name} {one.before} -> {one.after}" for one in settings)
-    return f"Settings: {said}" if said else ""
+    line = "; ".join(f"{one.name} {one.before} -> {one.after}" for one in settings)
+    return f"Settings: {line}" if line else ""
 
 
 def _settings_part(settings: Sequence[Setting]) -> list[str]:

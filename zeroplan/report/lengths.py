@@ -48,13 +48,13 @@ def _sentence(found: Lengths) -> str:
     own, tokens, each = found.own, found.varying.tokens, ""
     if own.batching.way == "padded":
         each = f"{own.batching.micro_batch:,} x "
-    said = (
+    sentence = (
         f"{len(tokens):,} sequences of {sum(tokens) / len(tokens):,.0f} tokens on average, 90 in 100 of up to "
         f"{found.varying.within(0.9):,}, the longest of {max(tokens):,}. The longest micro-batch has {each}{own.longest:,} tokens."
     )
     if own.runs_out is None:
-        return said
+        return sentence
     if not own.runs_out:
-        return f"{said} No step of {own.steps:,} runs out of memory{'' if own.fits else ', short of orders that are rare'}."
+        return f"{sentence} No step of {own.steps:,} runs out of memory{'' if own.fits else ', short of orders that are rare'}."
     out = f"about {own.runs_out * own.steps:,.1f} of {own.steps:,} an epoch"
-    return f"{said} Memory runs out in {_share(own.runs_out)} of the steps, {out}."
+    return f"{sentence} Memory runs out in {_share(own.runs_out)} of the steps, {out}."

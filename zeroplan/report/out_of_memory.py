@@ -23,7 +23,7 @@ _MUCH = GIB // 2
 class Explained(NamedTuple):
     """A message, and what a job explains of it: its failed request, other jobs that agree better, and changes that would fit."""
 
-    said: Message
+    message: Message
     answer: Estimate | None = None
     found: Found | None = None
     others: Sequence[Other] = ()
@@ -31,14 +31,14 @@ class Explained(NamedTuple):
     changes: Sequence[Remedy] = ()
 
 
-def explained(said: Message, job: JobSpec | None) -> Explained:
+def explained(message: Message, job: JobSpec | None) -> Explained:
     """Return what a message means; with a job also its failed request, which takes up to some seconds."""
     if job is None:
-        return Explained(said)
+        return Explained(message)
     answer = estimate(job)
-    found = request_of(said, answer)
-    others = () if found is not None and agrees(found, said) else other_jobs(said, job)
-    return Explained(said, answer, found, others, remedies(judged(_on_a_card(job, said.capacity_bytes))))
+    found = request_of(message, answer)
+    others = () if found is not None and agrees(found, message) else other_jobs(message, job)
+    return Explained(message, answer, found, others, remedies(judged(_on_a_card(job, message.capacity_bytes))))
 
 
 def _on_a_card(job: JobSpec, capacity_bytes: int) -> JobSpec:
@@ -53,10 +53,10 @@ def _on_a_card(job: JobSpec, capacity_bytes: int) -> JobSpec:
 
 def message_text(one: Explained, *, with_changes: bool = True) -> str:
     """Return the message's meaning and advice; ``with_changes`` adds other jobs and changes, as flags."""
-    parts = [_head(one.said), _card(one.said), _advice(one.said)]
+    parts = [_head(one.message), _card(one.message), _advice(one.message)]
     if one.answer is not None:
-        parts.append(_of_job(one.said, one.answer, one.found))
-        parts += [_other_jobs(one.others), _changes(one.said, one.answer, one.changes)] if with_changes else []
+        parts.append(_of_job(one.message, one.answer, one.found))
+        parts += [_other_jobs(one.others), _changes(one.message, one.answer, one.changes)] if with_changes else []
     return paragraphs([lines for part in parts if (lines := list(part))])
 
 
@@ -64,12 +64,12 @@ def message_payload(one: Explained) -> dict[str, object]:
     """Return the message, the advice and the job's request as data for JSON. [bytes]"""
     return {
         "schema_version": SCHEMA_VERSION,
-        **one.said._asdict(),
-        "reserved_bytes": one.said.reserved_bytes,
-        "outside_bytes": one.said.outside_bytes,
-        "others_bytes": one.said.others_bytes,
-        "fragmented": one.said.fragmented,
-        "advice": list(_advice(one.said)),
+        **one.message._asdict(),
+        "reserved_bytes": one.message.reserved_bytes,
+        "outside_bytes": one.message.outside_bytes,
+        "others_bytes": one.message.others_bytes,
+        "fragmented": one.message.fragmented,
+        "advice": list(_advice(one.message)),
         "request": None if one.found is None else one.found._asdict(),
         "predicted_peak_bytes": None if one.answer is None else one.answer.peak_bytes,
         "jobs_that_agree": [{"flags": other.flags, "request": other.found._asdict()} for other in one.others],
@@ -77,65 +77,65 @@ def message_payload(one: Explained) -> dict[str, object]:
     }
 
 
-def _head(said: Message) -> Iterator[str]:
-    yield f"Out of memory: the program requested {said.tried_text} more on a GPU with {_size(said.capacity_bytes)}."
+def _head(message: Message) -> Iterator[str]:
+    yield f"Out of memory: the program requested {message.tried_text} more on a GPU with {_size(message.capacity_bytes)}."
 
 
-def _card(said: Message) -> Iterator[str]:
+def _card(message: Message) -> Iterator[str]:
     rows: list[tuple[str, int | None]] = [
-        ("in tensors", said.allocated_bytes),
-        ("cached by the allocator", said.unallocated_bytes),
-        ("outside the allocator", said.outside_bytes),
-        ("of other processes", said.others_bytes),
-        ("free", said.free_bytes),
+        ("in tensors", message.allocated_bytes),
+        ("cached by the allocator", message.unallocated_bytes),
+        ("outside the allocator", message.outside_bytes),
+        ("of other processes", message.others_bytes),
+        ("free", message.free_bytes),
     ]
     yield f"{'On the card':<{_WIDTH}}{'GiB':>8}"
     yield from (f"  {what:<{_WIDTH - 2}}{n_bytes / GIB:>8,.2f}" for what, n_bytes in rows if n_bytes is not None)
 
 
-def _advice(said: Message) -> Iterator[str]:
+def _advice(message: Message) -> Iterator[str]:
     """Yield why the request failed: fragmentation, too little memory, or other processes."""
-    lacking = said.tried_bytes - said.free_bytes - said.unallocated_bytes
-    if said.fragmented:
+    lacking = message.tried_bytes - message.free_bytes - message.unallocated_bytes
+    if message.fragmented:
         yield (
-            f"Fragmentation: {_size(said.unallocated_bytes + said.free_bytes)} were cached or free, but in pieces that are too "
-            f"small. Set {EXPANDABLE}, if it is not set yet."
+            f"Fragmentation: {_size(message.unallocated_bytes + message.free_bytes)} were cached or free, but in pieces that are "
+            f"too small. Set {EXPANDABLE}, if it is not set yet."
         )
     else:
         yield f"No setting of the allocator is enough: {_size(lacking)} more are needed, even with an empty cache."
-    if said.others_bytes is not None and said.others_bytes > _MUCH:
-        held = _size(said.others_bytes)
+    if message.others_bytes is not None and message.others_bytes > _MUCH:
+        held = _size(message.others_bytes)
         yield f"Other processes hold {held} of this GPU (`nvidia-smi` lists them): end them, or use another GPU."
 
 
-def _of_job(said: Message, answer: Estimate, found: Found | None) -> Iterator[str]:
+def _of_job(message: Message, answer: Estimate, found: Found | None) -> Iterator[str]:
     """Yield the failed request in the job's step, and whether prediction and message agree."""
     gpu = answer.job.cluster.gpu
-    if gpu is not None and abs(int(gpu.memory_bytes.value) - said.capacity_bytes) > 0.03 * said.capacity_bytes:
-        yield f"The message is of a GPU with {_size(said.capacity_bytes)}, which is not {gpu.full_name}: check --gpu."
+    if gpu is not None and abs(int(gpu.memory_bytes.value) - message.capacity_bytes) > 0.03 * message.capacity_bytes:
+        yield f"The message is of a GPU with {_size(message.capacity_bytes)}, which is not {gpu.full_name}: check --gpu."
     yield f"Predicted: {headline(answer)}"
     yield f"peak allocated {_size(answer.peak_bytes)}, at the moment: {answer.peak.name}"
     if found is None:
         yield (
-            f"No request of this job needs {said.tried_text} from the driver. Either another job ran (another sequence, "
+            f"No request of this job needs {message.tried_text} from the driver. Either another job ran (another sequence, "
             "batch, model or stage), or the request is not part of the training step."
         )
         return
     yield f"The request: {found.reason} ({found.kind}), {_size(found.n_bytes)}"
     step = "the first step" if found.step <= 0 else f"step {found.step + 1} and later"
     yield f"made in the {found.phase}, {found.module} {'before' if found.step < 0 else 'of'} {step}"
-    yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(said.allocated_bytes)}"
+    yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(message.allocated_bytes)}"
     if found.replayed:
         yield "A replay of this job's requests on a GPU with as much memory fails at the same request."
-    yield from _judged(said, found)
+    yield from _judged(message, found)
 
 
-def _judged(said: Message, found: Found) -> Iterator[str]:
+def _judged(message: Message, found: Found) -> Iterator[str]:
     """Yield whether the job could have raised the message."""
-    apart = said.allocated_bytes - found.live_bytes
-    if agrees(found, said):
+    apart = message.allocated_bytes - found.live_bytes
+    if agrees(found, message):
         yield "The message is what this job would say: it ran out as described."
-    elif found.live_bytes > said.capacity_bytes:
+    elif found.live_bytes > message.capacity_bytes:
         yield (
             f"This job would have run out earlier: before this request it needs {_size(found.live_bytes)} in tensors. The run had "
             f"{_size(-apart)} less, so another job ran."
@@ -157,10 +157,10 @@ def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
             yield f"  {one.flags}: {_size(one.found.live_bytes)} in tensors before {one.found.reason}"
 
 
-def _changes(said: Message, answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
+def _changes(message: Message, answer: Estimate, changes: Sequence[Remedy]) -> Iterator[str]:
     if changes:
         gpu = answer.job.cluster.gpu
-        yield f"What would make it fit {f'a GPU with {_size(said.capacity_bytes)}' if gpu is None else gpu.full_name}"
+        yield f"What would make it fit {f'a GPU with {_size(message.capacity_bytes)}' if gpu is None else gpu.full_name}"
         yield from (f"  {one.flags}: {one.change}; needs {_size(one.needed_bytes)}{one.how}" for one in changes)
 
 

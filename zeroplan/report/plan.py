@@ -41,9 +41,9 @@ def plan_text(plan: Plan, beside: Beside, *, verbose: bool = False) -> str:
             list(_others(plan)), list(_front(plan)), list(_fallen(plan)),
         ]  # fmt: skip
     else:
-        said = [*_best(plan.objective, best, beside), *_in_short(best, beside), *_why(best)]
+        lines = [*_best(plan.objective, best, beside), *_in_short(best, beside), *_why(best)]
         more = "--verbose adds memory by kind, time by part, time against memory, and why other layouts were rejected."
-        answer = [said, list(_rankings(plan)), list(_others(plan)), [more]]
+        answer = [lines, list(_rankings(plan)), list(_others(plan)), [more]]
     return paragraphs([list(_head(plan)), *answer, notes_part([*plan.notes, *beside.notes])])
 
 
@@ -137,8 +137,8 @@ def _why(best: Best) -> Iterator[str]:
     elif best.further is None:
         yield "More memory would not make it faster."
     if (kept := best.margin) is not None:
-        said = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would gain {kept.gain:.1%}"
-        yield from textwrap.wrap(f"{said}: {layout_words(kept.layout.job)}", WIDTH)
+        reason = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would gain {kept.gain:.1%}"
+        yield from textwrap.wrap(f"{reason}: {layout_words(kept.layout.job)}", WIDTH)
 
 
 def _others(plan: Plan) -> Iterator[str]:

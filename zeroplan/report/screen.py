@@ -116,11 +116,11 @@ def _sent(answer: Estimate, unit: Unit) -> str:
     traffic = answer.traffic
     if not traffic.total_bytes:
         return "Nothing is sent: there is one rank."
-    told = f"Each GPU sends {unit.size(int(traffic.total_bytes))} per step"
+    sentence = f"Each GPU sends {unit.size(int(traffic.total_bytes))} per step"
     if not is_data_parallel(answer):
-        return f"{told}."
+        return f"{sentence}."
     elements, sent = traffic.relative_to_ddp, traffic.relative_bytes_to_ddp
-    return f"{told}: {elements:.2f}x DDP's elements, {sent:.2f}x its bytes."
+    return f"{sentence}: {elements:.2f}x DDP's elements, {sent:.2f}x its bytes."
 
 
 def notes_that_fit(notes: Sequence[str], room: int, others: str = "") -> Iterator[str]:

@@ -15,10 +15,10 @@ def step_text(answer: Estimate, time: StepTime, learnt: Learnt | None, notes: Se
     """Return the answer of ``zeroplan time`` for a terminal."""
     job, gpu = answer.job, answer.job.cluster.gpu
     head = f"{model_words(job)} on {job.mesh.world_size:,} x {'' if gpu is None else gpu.full_name}: {layout_words(job)}"
-    said = [] if learnt is None else textwrap.wrap(learnt_words(learnt), WIDTH)
+    learnt_lines = [] if learnt is None else textwrap.wrap(learnt_words(learnt), WIDTH)
     reasons = list(step_reasons(time)) if explain else []
     return paragraphs(
-        [textwrap.wrap(head, WIDTH), list(step_lines(time, job.mesh.world_size)), reasons, said,
+        [textwrap.wrap(head, WIDTH), list(step_lines(time, job.mesh.world_size)), reasons, learnt_lines,
          textwrap.wrap(verdict_sentence(answer), WIDTH), notes_part(notes)]
     )  # fmt: skip
 

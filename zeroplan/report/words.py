@@ -157,9 +157,11 @@ def partly_trained(model: ModelSpec) -> str:
 
 def recipe_line(recipe: RecipeSpec) -> str:
     """Return precision, optimizer, recomputation and attention in words, and the release of transformers if it is given."""
-    away = ", activations offloaded" if recipe.offload_activations else ""
+    offloaded = ", activations offloaded" if recipe.offload_activations else ""
     release = "" if recipe.transformers is None else f", transformers {recipe.transformers}"
-    return f"{recipe.precision}, {_optimizer(recipe)}, {recompute_words(recipe)}{away}, attention {recipe.attention}{release}"
+    return (
+        f"{recipe.precision}, {_optimizer(recipe)}, {recompute_words(recipe)}{offloaded}, attention {recipe.attention}{release}"
+    )
 
 
 def recompute_words(recipe: RecipeSpec) -> str:
@@ -368,7 +370,7 @@ def _times(number: int) -> str:
 
 def _with_expandable(answer: Estimate) -> str:
     """Whether expandable segments make a job fit that runs out of memory without them; empty if it does not run out."""
-    if answer.goes_through("default"):
+    if answer.fits_in_replay("default"):
         return ""
     return f" With expandable segments it {'completes' if answer.needs_expandable_segments else 'runs out, too'}."
 

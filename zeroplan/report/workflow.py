@@ -19,11 +19,11 @@ def loop_text(loop: Loop, notes: Sequence[str], *, explain: bool) -> str:
     """Return the answer of ``zeroplan workflow`` for a terminal."""
     job, gpu = loop.answer.job, loop.answer.job.cluster.gpu
     head = f"{model_words(job)}, {loop.workflow} on {job.mesh.world_size:,} x {'GPU' if gpu is None else gpu.full_name}"
-    said = every_note(loop.answer, (*notes, *loop.notes))
+    notes_shown = every_note(loop.answer, (*notes, *loop.notes))
     reasons = list(_reasons(loop)) if explain else []
     return paragraphs(
         [textwrap.wrap(verdict_of(loop), WIDTH), textwrap.wrap(f"{head}: {layout_words(job)}", WIDTH), list(_phases(loop)),
-         list(_between(loop.resident)), list(_host(loop)), reasons, notes_part(said)]
+         list(_between(loop.resident)), list(_host(loop)), reasons, notes_part(notes_shown)]
     )  # fmt: skip
 
 

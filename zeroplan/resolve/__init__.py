@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from zeroplan.catalog.config import config_said, read_config_with_notes
+from zeroplan.catalog.config import read_config_with_notes, shape_of_config
 from zeroplan.catalog.gpu import gpu as find_gpu
 from zeroplan.catalog.hub_names import is_repository, repository_of, way_to_the_hub
 from zeroplan.catalog.model import WAYS_TO_NAME, is_listed, tower_beside, tower_left_out
@@ -154,7 +154,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     recipe = _scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len)
     recipe, kernels_note = _by_linear_kernels(recipe, model, request)
     complete = JobSpec(model=model, cluster=cluster, recipe=recipe, mesh=mesh_of(request, gpus), batch=batch)
-    complete, padding_note = with_padding(complete, said=request.padded, varying=varying, trainer_pads=read.pads)
+    complete, padding_note = with_padding(complete, padded=request.padded, varying=varying, trainer_pads=read.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
@@ -164,8 +164,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
         *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.kind),
     )  # fmt: skip
     keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
-    told = tuple(note for note in notes if note)
-    return Resolved(complete, told, varying, read.loop, read.pairs, keys, request.padded, read.kind and read.pads)
+    notes_given = tuple(note for note in notes if note)
+    return Resolved(complete, notes_given, varying, read.loop, read.pairs, keys, request.padded, read.kind and read.pads)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -235,16 +235,16 @@ def _partly_frozen(model: ModelSpec, request: Request) -> ModelSpec:
     """Return the model with the requested frozen parts. A job file's model may have some already."""
     others = (*VISION_PARTS, "none", *((TEXT_PART,) if model.cross_layers else ()))
     parts = ",".join(name for name in names_in(request.freeze) if name not in others)
-    said = {"parts": parts if parts or request.freeze == "" else None, "layers": request.freeze_layers}
-    asked = {name: value for name, value in said.items() if value is not None}
-    if not asked or (model.frozen is None and asked == {"layers": 0}):
+    options = {"parts": parts if parts or request.freeze == "" else None, "layers": request.freeze_layers}
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given or (model.frozen is None and given == {"layers": 0}):
         return model
-    return replace(model, frozen=FrozenSpec(**asked) if model.frozen is None else replace(model.frozen, **asked))  # type: ignore[arg-type]
+    return replace(model, frozen=FrozenSpec(**given) if model.frozen is None else replace(model.frozen, **given))  # type: ignore[arg-type]
 
 
 def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
     """Return the model with the requested adapters. A job file's model may have some already."""
-    asked = {
+    options = {
         "rank": request.lora_rank, "targets": request.lora_targets, "quantize": request.quantize,
         "dropout": request.lora_dropout, "compute": request.lora_compute, "upcast": request.upcast,
         "modules_to_save": request.modules_to_save, "bitsandbytes": request.bitsandbytes, "group_size": request.group_size,
@@ -254,20 +254,20 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
     if request.lora_targets == PEFT_DEFAULT:
         if model.family not in PEFT_TARGETS:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
-        asked["targets"] = PEFT_TARGETS[model.family]
+        options["targets"] = PEFT_TARGETS[model.family]
     elif request.lora_targets is not None:
         from zeroplan.resolve.targets import plain_targets  # noqa: PLC0415  only adapters pay for it
 
-        asked["targets"] = plain_targets(request.lora_targets, model)
-    said = {name: value for name, value in asked.items() if value is not None}
-    if not said or (model.adapter is None and said == {"quantize": "none"}):
+        options["targets"] = plain_targets(request.lora_targets, model)
+    given = {name: value for name, value in options.items() if value is not None}
+    if not given or (model.adapter is None and given == {"quantize": "none"}):
         return model
     if model.adapter is None and request.lora_rank is None:
         raise SpecError(f"{_first_flag(request)} needs the adapters' rank; add --lora-rank, for example 16")
     moe = model.moe
     if model.family == "mixtral" and moe is not None and release_of(request.transformers).loops_over_experts:
         moe = replace(moe, separate=True)
-    adapter = AdapterSpec(**said) if model.adapter is None else replace(model.adapter, **said)  # type: ignore[arg-type]
+    adapter = AdapterSpec(**given) if model.adapter is None else replace(model.adapter, **given)  # type: ignore[arg-type]
     return replace(model, adapter=adapter, moe=moe)
 
 
@@ -295,9 +295,9 @@ def _first_flag(request: Request) -> str:
 def _model(request: Request, extra: Path | None, *, whole: bool) -> tuple[ModelSpec, tuple[str, ...]]:
     given = [key for key in WAYS_TO_NAME if getattr(request, key) is not None]
     if len(given) != 1:
-        said = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
+        named = "none is given" if not given else f"{' and '.join(f'--{key}' for key in given)} are given"
         raise SpecError(
-            f"a job has one model, but {said}; use one of --params 7e9, --model NAME, --config PATH, --profile FILE"
+            f"a job has one model, but {named}; use one of --params 7e9, --model NAME, --config PATH, --profile FILE"
         )
     if request.treat_as is not None and (request.config is None and not isinstance(request.model, str)):
         raise SpecError(f"--treat-as {request.treat_as!r} sets how to read a config.json, but none is read; leave it out")
@@ -312,7 +312,7 @@ def _model(request: Request, extra: Path | None, *, whole: bool) -> tuple[ModelS
             f"--config {request.config!r} is an address, and none is fetched; name the model with --model hf:OWNER/NAME"
         )
     if request.config is not None:
-        return config_said(request.config, treat_as=request.treat_as)
+        return shape_of_config(request.config, treat_as=request.treat_as)
     if isinstance(request.model, ModelSpec):
         return request.model, ()
     if request.fetched is not None and request.model is not None:
@@ -342,7 +342,7 @@ def _named_model(
         raise UnknownNameError(f"{unknown}{way_to_the_hub(name)}") from None
     notes = (
         *(() if treat_as is None else (f"--treat-as {treat_as} is not needed: the catalogue knows {found.name}",)),
-        *_taken_by_its_name(name, found.name, own_folder(extra, "models")),
+        *_found_by_last_part(name, found.name, own_folder(extra, "models")),
     )
     if beside := tower_left_out(found.name, extra=own_folder(extra, "models")):
         tower = tower_beside(found.name, extra=own_folder(extra, "models"))
@@ -355,7 +355,7 @@ def _named_model(
     return found, notes
 
 
-def _taken_by_its_name(name: str, found: str, extra: Path | None) -> Iterator[str]:
+def _found_by_last_part(name: str, found: str, extra: Path | None) -> Iterator[str]:
     if not is_listed(repository_of(name) or name, extra=extra):
         yield f"{shown(name)} is taken for {found} by the last part of its name; --config reads a config.json that differs"
 
@@ -403,8 +403,8 @@ def _with_gpus(request: Request, extra: Path | None, *, from_a_file: bool) -> tu
 def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -> RecipeSpec:
     """Return the recipe with the GPUs per node for DeepSpeed's quantized gradients, unless they are given."""
     known, options = node_size(cluster), recipe.deepspeed
-    said = "gpus_per_node" in chosen or options.gpus_per_node != DeepSpeedOptions().gpus_per_node
-    if known is None or said or not options.zero_quantized_gradients:
+    is_set = "gpus_per_node" in chosen or options.gpus_per_node != DeepSpeedOptions().gpus_per_node
+    if known is None or is_set or not options.zero_quantized_gradients:
         return recipe
     return replace(recipe, deepspeed=replace(options, gpus_per_node=known))
 
@@ -449,8 +449,8 @@ def mesh_of(request: Request, gpus: int) -> MeshSpec:
     }
     together = math.prod(ways.values())
     if gpus % together:
-        said = " x ".join(f"{flag} {number}" for flag, number in ways.items() if number > 1)
-        raise SpecError(f"--gpus {gpus} is not divisible by {said}; every replica has the same number of GPUs")
+        degrees = " x ".join(f"{flag} {number}" for flag, number in ways.items() if number > 1)
+        raise SpecError(f"--gpus {gpus} is not divisible by {degrees}; every replica has the same number of GPUs")
     replicas, tp, cp, pp = ways.values()
     return MeshSpec(dp_replicate=replicas, dp_shard=gpus // together, tp=tp, cp=cp, pp=pp, ep=request.expert_parallel or 1)
 
@@ -498,20 +498,20 @@ def _recipe(request: Request, stage: Stage) -> RecipeSpec:
 
 def _offload(request: Request, engine: Engine) -> dict[str, object]:
     """Return the engine's options for the offload flags. FSDP can only offload optimizer and parameters together."""
-    asked = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
-    if not asked:
+    offload = {name: value for name in ("offload_optimizer", "offload_param") if (value := getattr(request, name)) is not None}
+    if not offload:
         return {}
     if engine == "deepspeed":
-        return {"deepspeed": replace(request.deepspeed or DeepSpeedOptions(), **asked)}
-    away = set(asked.values())
+        return {"deepspeed": replace(request.deepspeed or DeepSpeedOptions(), **offload)}
+    places = set(offload.values())
     options = (request.fsdp1 or Fsdp1Options()) if engine == "fsdp1" else (request.fsdp2 or Fsdp2Options())
     name = "fsdp1" if engine == "fsdp1" else "fsdp2"
-    if away == {"none"}:
+    if places == {"none"}:
         return {name: replace(options, cpu_offload=False)}
-    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in asked.items())
+    flags = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in offload.items())
     if engine != name:
         raise SpecError(f"{flags} with engine {engine!r} is not modelled; use engine 'deepspeed' or 'fsdp2'")
-    if away != {"cpu"} or len(asked) < len(("optimizer", "param")):
+    if places != {"cpu"} or len(offload) < len(("optimizer", "param")):
         raise SpecError(
             f"{flags} with engine {engine!r}: it offloads parameters, gradients and optimizer together; "
             "use --offload-optimizer cpu --offload-param cpu, or engine 'deepspeed'"
@@ -639,8 +639,12 @@ def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | N
         micro_batch_size=request.micro_batch or 1, seq_len=seq_len, grad_accum_steps=request.grad_accum or 1,
         longest_seq_len=request.longest_seq_len,
     )  # fmt: skip
-    asked = {"--padding-free": request.padding_free, "--packing": request.packing, "--token-budget": request.token_budget}
-    flags = [flag for flag, value in asked.items() if value]
+    ways_to_join = {
+        "--padding-free": request.padding_free,
+        "--packing": request.packing,
+        "--token-budget": request.token_budget,
+    }
+    flags = [flag for flag, value in ways_to_join.items() if value]
     if request.lengths is None:
         if flags:
             raise SpecError(f"{flags[0]} needs --lengths: sequences of one length have no padding")
@@ -657,24 +661,24 @@ def _batch(request: Request, seq_len: int) -> "tuple[BatchSpec, str, Varying | N
 
 def _with_imbalance(request: Request, model: ModelSpec) -> tuple[Request, str]:
     """Return the request with ``imbalance`` as a number, and a note on the experts' loads."""
-    said, ranks = request.imbalance, request.expert_parallel or 1
-    if said is None or said == 1:
+    imbalance, ranks = request.imbalance, request.expert_parallel or 1
+    if imbalance is None or imbalance == 1:
         return request, ""
     if model.moe is None or ranks == 1:
         raise SpecError(
-            f"--imbalance {said} needs experts on several ranks: use --expert-parallel with a model that has experts"
+            f"--imbalance {imbalance} needs experts on several ranks: use --expert-parallel with a model that has experts"
         )
     if model.moe.num_experts % ranks:
         return replace(request, imbalance=None), ""  # JobSpec then refuses the number of ranks
     from zeroplan.resolve.imbalance import imbalance_of  # noqa: PLC0415  only this flag pays for it
 
-    ratio, note = imbalance_of(said, experts=model.moe.num_experts, ranks=ranks)
+    ratio, note = imbalance_of(imbalance, experts=model.moe.num_experts, ranks=ranks)
     return replace(request, imbalance=ratio), note
 
 
 def beyond_positions(complete: JobSpec) -> str:
     """Return a note if sequences are longer than the model was configured for; else an empty string."""
-    longest, asked = complete.model.max_position_embeddings, complete.batch.seq_len
-    if asked <= longest:
+    longest, seq_len = complete.model.max_position_embeddings, complete.batch.seq_len
+    if seq_len <= longest:
         return ""
-    return f"sequence length {asked:,} is beyond the {longest:,} positions this model was configured for"
+    return f"sequence length {seq_len:,} is beyond the {longest:,} positions this model was configured for"

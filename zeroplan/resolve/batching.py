@@ -135,12 +135,12 @@ def largest(varying: Varying) -> tuple[int, int]:
     return min(batching.budget, total), -(-total // batching.budget)
 
 
-def of_varying(text: str, flag: str, asked: BatchSpec, mesh: MeshSpec, budget: int) -> tuple[BatchSpec, str, Varying]:
+def of_varying(text: str, flag: str, given: BatchSpec, mesh: MeshSpec, budget: int) -> tuple[BatchSpec, str, Varying]:
     """Return the longest micro-batch of a run, a note on it, and the lengths of ``--lengths`` with their batching.
 
-    ``asked`` has the size of a micro-batch, the length at which sequences are cut, and the micro-batches of a step.
+    ``given`` has the size of a micro-batch, the length at which sequences are cut, and the micro-batches of a step.
     """
-    lengths, cut, size, steps = lengths_of(text), asked.seq_len, asked.micro_batch_size, asked.grad_accum_steps
+    lengths, cut, size, steps = lengths_of(text), given.seq_len, given.micro_batch_size, given.grad_accum_steps
     multiple = 2 * mesh.cp * mesh.tp if mesh.cp > 1 else mesh.tp
     batching = Batching(WAYS[flag], size, cut, mesh.dp_replicate * mesh.dp_shard, steps, budget, multiple)
     drawn, joined = isinstance(lengths, Lognormal), batching.way != "padded"

@@ -22,24 +22,24 @@ def config_beside(
     request, full = found.request, found.complete
     data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
     beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
-    config, asked = config_of(data, where, beside), _set_by_user(request.deepspeed or DeepSpeedOptions(), chosen)
-    _refuse_contradictions(request, asked, config, where)
-    taken = {name: stated for name, stated in config.options.items() if name not in asked}
-    said: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
-    said["deepspeed"] = DeepSpeedOptions(**asked, **{name: stated.value for name, stated in taken.items()})  # type: ignore[arg-type]
-    filled_in = [f"{stated}, filled in for auto" for stated in taken.values() if stated.auto]
+    config, by_user = config_of(data, where, beside), _set_by_user(request.deepspeed or DeepSpeedOptions(), chosen)
+    _refuse_contradictions(request, by_user, config, where)
+    from_file = {name: stated for name, stated in config.options.items() if name not in by_user}
+    values: dict[str, object] = {name: stated.value for name, stated in config.flags.items()}
+    values["deepspeed"] = DeepSpeedOptions(**by_user, **{name: stated.value for name, stated in from_file.items()})  # type: ignore[arg-type]
+    filled_in = [f"{stated}, filled in for auto" for stated in from_file.values() if stated.auto]
     file = shown(Path(request.deepspeed_config or full.from_file or _quoted(where)).name)
     notes = tuple(f"{file}: {note}" for note in (*config.notes, *filled_in))
     filled, keys = {**found.filled, **config.of_the_script}, {name: stated.key for name, stated in config.flags.items()}
-    read = found._replace(request=replace(request, **said), filled=filled)  # type: ignore[arg-type]  # Request checks every field
+    read = found._replace(request=replace(request, **values), filled=filled)  # type: ignore[arg-type]  # Request checks every field
     return read.complete, notes, keys
 
 
-def _refuse_contradictions(request: Request, asked: Mapping[str, object], config: DeepSpeedConfig, where: str) -> None:
+def _refuse_contradictions(request: Request, by_user: Mapping[str, object], config: DeepSpeedConfig, where: str) -> None:
     for name, stated in config.flags.items():
         if getattr(request, name) not in (None, stated.value):
             raise SpecError(_contradiction(f"--{name.replace('_', '-')} {getattr(request, name)}", where, stated))
-    for name, value in asked.items():
+    for name, value in by_user.items():
         stated = config.options.get(name, Stated("", value))
         if stated.value != value and not stated.auto:
             raise SpecError(_contradiction(f"deepspeed.{name}={value}", where, stated))

@@ -27,14 +27,14 @@ def with_images(
     freezes = program in LOADS_TOWERS
     frozen = tuple(name for name in names_in(request.freeze) if name in VISION_PARTS)
     if model.vision is None:
-        asked = {
+        flags = {
             "--images": request.images,
             "--image-size": request.image_size,
             "--frames": request.frames,
             "--text-tokens": request.text_tokens,
             "--freeze": "" if freezes else ", ".join(frozen),
         }
-        for flag, value in asked.items():
+        for flag, value in flags.items():
             if value:
                 raise SpecError(f"{flag} {value}: this model has no vision tower that is counted; leave it out")
         return model, ()

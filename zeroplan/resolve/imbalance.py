@@ -17,7 +17,7 @@ _DRAWS, _CAREFUL = 199, 95
 _CAPACITY: Final = 1.25
 
 
-def imbalance_of(said: str | float, *, experts: int, ranks: int) -> tuple[float, str]:
+def imbalance_of(given: str | float, *, experts: int, ranks: int) -> tuple[float, str]:
     """Return the fullest rank's tokens divided by the mean, and a note; raises SpecError for invalid loads.
 
     A file has one line per layer with a number per expert, or one number per line for all layers.
@@ -26,38 +26,40 @@ def imbalance_of(said: str | float, *, experts: int, ranks: int) -> tuple[float,
     (1.5, '')
     """
     try:
-        ratio = float(said)
+        ratio = float(given)
     except ValueError:
-        return _of_loads(str(said), experts, ranks)
+        return _of_loads(str(given), experts, ranks)
     if not 1 <= ratio <= min(ranks, 1e6):
-        raise SpecError(f"--imbalance {said}: the fullest of {ranks} ranks has 1 to {ranks} times the mean")
+        raise SpecError(f"--imbalance {given}: the fullest of {ranks} ranks has 1 to {ranks} times the mean")
     return ratio, ""
 
 
-def _of_loads(said: str, experts: int, ranks: int) -> tuple[float, str]:
-    drawn = _LOGNORMAL.fullmatch(said.strip())
-    rows = _rows(said, experts) if drawn is None else np.random.default_rng(0).lognormal(0, float(drawn[1]), (_DRAWS, experts))
+def _of_loads(given: str, experts: int, ranks: int) -> tuple[float, str]:
+    drawn = _LOGNORMAL.fullmatch(given.strip())
+    rows = _rows(given, experts) if drawn is None else np.random.default_rng(0).lognormal(0, float(drawn[1]), (_DRAWS, experts))
     shares = rows / rows.mean(axis=1, keepdims=True)
     of_ranks = np.sort(shares.reshape(len(rows), ranks, -1).mean(axis=2).max(axis=1))
-    taken = float(of_ranks[-1] if drawn is None else of_ranks[len(of_ranks) * _CAREFUL // 100])
+    load = float(of_ranks[-1] if drawn is None else of_ranks[len(of_ranks) * _CAREFUL // 100])
     dropped = float(np.maximum(shares - _CAPACITY, 0).mean(axis=1).max())
     where = f"in the worst of {len(rows):,} layers" if drawn is None else f"in {_CAREFUL} of 100 draws at the most"
-    return taken, (
-        f"loads of experts: {where}, the fullest rank gets {taken:.2f} times the mean; the fullest expert gets up to "
+    return load, (
+        f"loads of experts: {where}, the fullest rank gets {load:.2f} times the mean; the fullest expert gets up to "
         f"{shares.max():.2f} times, and a capacity factor of {_CAPACITY} would drop up to {dropped:.1%} of the tokens' choices"
     )
 
 
-def _rows(said: str, experts: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+def _rows(given: str, experts: int) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
     try:
-        lines = [line.split() for line in read_text(Path(said), what="file of loads").splitlines() if line.strip()]
+        lines = [line.split() for line in read_text(Path(given), what="file of loads").splitlines() if line.strip()]
         found = np.array([[line[0] for line in lines]] if {*map(len, lines)} == {1} else lines, dtype=np.float64)
     except SpecError as error:
-        raise SpecError(f"--imbalance {said!r} is neither {_FORMS}: {error}") from None
+        raise SpecError(f"--imbalance {given!r} is neither {_FORMS}: {error}") from None
     except ValueError:
-        raise SpecError(f"--imbalance {said!r} is neither {_FORMS}") from None
+        raise SpecError(f"--imbalance {given!r} is neither {_FORMS}") from None
     if found.ndim != 2 or found.shape[1] != experts:
-        raise SpecError(f"--imbalance {said!r}: a line has the load of each of the model's {experts} experts, or all lines one")
+        raise SpecError(
+            f"--imbalance {given!r}: a line has the load of each of the model's {experts} experts, or all lines one"
+        )
     if not np.isfinite(found).all() or found.min() < 0 or not found.sum(axis=1).all():
-        raise SpecError(f"--imbalance {said!r}: loads are 0 or more, and not all of a layer 0")
+        raise SpecError(f"--imbalance {given!r}: loads are 0 or more, and not all of a layer 0")
     return found

@@ -56,10 +56,10 @@ class Longest(NamedTuple):
 
 def lengths_of(text: str) -> Lognormal | Drawn:
     """Return the lengths or the distribution of ``--lengths``; raises SpecError for an unreadable file or invalid lengths."""
-    said = _LOGNORMAL.fullmatch(text.strip())
-    if said is None:
+    match = _LOGNORMAL.fullmatch(text.strip())
+    if match is None:
         return _of_file(text)
-    found = Lognormal(float(said[1]), float(said[2]), int(said[3]))
+    found = Lognormal(float(match[1]), float(match[2]), int(match[3]))
     if not (1 <= found.mean <= 1e9 and found.spread <= 5 and 1 <= found.sequences <= _MOST_SEQUENCES):
         raise SpecError(f"--lengths {text!r}: MEAN is 1 to 1e9 tokens, SPREAD 0 to 5, SEQUENCES 1 to {_MOST_SEQUENCES:,}")
     return found
@@ -88,10 +88,10 @@ def _of_records(content: str, name: str, field: str) -> Iterator[int]:
     for number, line in enumerate(content.splitlines(), start=1):
         if line.strip():
             record = _record(line, f"{name!r}, line {number}")
-            said = next((record[one] for one in ([field] if field else _FIELDS) if one in record), None)
-            if isinstance(said, bool) or not isinstance(said, (int, list)):
+            value = next((record[one] for one in ([field] if field else _FIELDS) if one in record), None)
+            if isinstance(value, bool) or not isinstance(value, (int, list)):
                 raise SpecError(f"--lengths {name!r}, line {number}: {_no_length(record, field)}")
-            yield len(said) if isinstance(said, list) else said
+            yield len(value) if isinstance(value, list) else value
 
 
 def _record(line: str, where: str) -> dict[str, object]:
@@ -143,9 +143,9 @@ def drawn_once(lengths: Lognormal | Drawn) -> Drawn:
     return _drawn(lengths, np.random.default_rng(0)) if isinstance(lengths, Lognormal) else lengths
 
 
-def note_of(longest: Longest, taken: int, *, drawn: bool) -> str:
+def note_of(longest: Longest, seq_len: int, *, drawn: bool) -> str:
     """Return a note on the assumed micro-batch and other orders; ``drawn``: lengths are from a distribution."""
-    each, half = (f"{longest.sequences} x {tokens:,}" for tokens in (taken, longest.within(50)))
+    each, half = (f"{longest.sequences} x {tokens:,}" for tokens in (seq_len, longest.within(50)))
     return (
         f"sequences differ in length: the estimate is for the longest of {longest.micro_batches:,} micro-batches, "
         f"{each} tokens. {CAREFUL} of 100 orders of the sequences have no longer one; half have none longer than {half}"

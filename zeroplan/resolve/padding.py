@@ -20,14 +20,14 @@ COUNTED = (
 """Shown if a trainer's file has several sequences in a micro-batch and does not join them."""
 
 
-def with_padding(job: JobSpec, *, said: bool | None, varying: "Varying | None", trainer_pads: bool) -> tuple[JobSpec, str]:
+def with_padding(job: JobSpec, *, padded: bool | None, varying: "Varying | None", trainer_pads: bool) -> tuple[JobSpec, str]:
     """Return the job with padding if a micro-batch may have sequences of different lengths, and a note.
 
-    The user's own flag (``said``) decides if there is one. Lengths of ``--lengths`` come second, the trainer's habit third. On
+    The user's own flag (``padded``) decides if there is one. Lengths of ``--lengths`` come second, the trainer's habit third. On
     Megatron-Core trainers join sequences (ms-swift 3602360a, megatron/arguments/megatron_args.py, padding_free).
     """
     pads = trainer_pads and job.recipe.engine != "megatron"
-    if said is not None or job.batch.micro_batch_size == 1 or not _may_differ(varying, trainer_pads=pads):
+    if padded is not None or job.batch.micro_batch_size == 1 or not _may_differ(varying, trainer_pads=pads):
         return job, ""
     counted = is_modelled_padded(job.model, job.recipe, job.mesh)
     note = padding_note(job, is_counted=counted) if varying is None or not counted else ""

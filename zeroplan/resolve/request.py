@@ -55,7 +55,7 @@ from zeroplan.spec.recipe import (
 )
 
 if TYPE_CHECKING:
-    from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, OwnModules
+    from zeroplan.catalog.setups.settings import DeepSpeedPart, Kind, OwnModules
 
 
 class Request(Spec):
@@ -400,10 +400,12 @@ class Request(Spec):
 
     def overridden_by(self, other: "Request") -> "Request":
         """Return this request overridden by the values of ``other``. A model in ``other`` replaces all fields of the model."""
-        said = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
-        own = replace(self, longest_seq_len=None) if "seq_len" in said else self  # all lengths are then equal
-        base = replace(own, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if said.keys() & set(WAYS_TO_NAME) else own
-        return replace(base, **said)
+        values = {field.name: value for field in fields(other) if (value := getattr(other, field.name)) is not None}
+        own = replace(self, longest_seq_len=None) if "seq_len" in values else self  # all lengths are then equal
+        base = (
+            replace(own, **dict.fromkeys((*WAYS_TO_NAME, "treat_as", "fetched"))) if values.keys() & set(WAYS_TO_NAME) else own
+        )
+        return replace(base, **values)
 
 
 #: Every option of a job, by its name.
@@ -418,8 +420,8 @@ def fields_set(request: Request, part: str) -> dict[str, object]:
 
 def request_of(complete: JobSpec) -> Request:
     """Return a complete job as a request, so that flags can override parts of it."""
-    said = {name: value_of(complete, one) for name, one in OPTIONS.items() if one.option.sets}
-    return Request(model=complete.model, **said)  # type: ignore[arg-type]  # Request checks every field
+    values = {name: value_of(complete, one) for name, one in OPTIONS.items() if one.option.sets}
+    return Request(model=complete.model, **values)  # type: ignore[arg-type]  # Request checks every field
 
 
 class SetupRead(NamedTuple):
@@ -448,7 +450,7 @@ class SetupRead(NamedTuple):
     pairs: bool = False
     """The file counts its micro-batch in pairs; a pair is two sequences here."""
     loop: Mapping[str, object] = {}
-    """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.told.Setup` has it."""
+    """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.settings.Setup` has it."""
     layers_per_stage: tuple[int | None, str] = (None, "")
     """The same of the layers of a stage."""
     pads: bool = False

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.setups.reading import name_of, read_setup
-from zeroplan.catalog.setups.told import (
+from zeroplan.catalog.setups.settings import (
     COMPILED,
     COMPILED_PARTS,
     OwnModules,
     Setup,
     ends_counted_apart,
     ends_counted_as_one,
-    option_taken,
-    taken,
+    option_value,
+    request_settings,
 )
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
@@ -30,12 +30,12 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     where = f"{name_of(setup.kind)} {str(path)!r}"
     if setup.deepspeed is not None and request.deepspeed_config is not None:
         raise SpecError(f"--deepspeed-config beside {where}, which brings its own; leave one of them out")
-    said = {field.name: value for field in fields(request) if (value := getattr(request, field.name)) is not None}
-    found = taken(setup, said, where)
+    by_user = {field.name: value for field in fields(request) if (value := getattr(request, field.name)) is not None}
+    found = request_settings(setup, by_user, where)
     request = replace(request, from_file=None, **found.flags)  # type: ignore[arg-type]  # Request checks every field
     request = replace(request, **_engine_options(request, setup, where, chosen))  # type: ignore[arg-type]
     notes = tuple(f"{shown(path.name)}: {note}" for note in (*found.notes, *_keys_of(setup, found.filled)))
-    keys = {name: told.key for name, told in setup.flags.items()}
+    keys = {name: setting.key for name, setting in setup.flags.items()}
     own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
     return SetupRead(
         request,
@@ -49,7 +49,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
         setup.matters,
         setup.saves,
         setup.head_rows,
-        setup.pairs and "micro_batch" not in said,
+        setup.pairs and "micro_batch" not in by_user,
         setup.loop,
         setup.layers_per_stage,
         setup.pads,
@@ -61,7 +61,9 @@ def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
     if setup.used:
         yield f"its keys that say something of the job: {', '.join(map(shown, setup.used))}"
     left_out = {
-        name: told.value for name, told in setup.flags.items() if name not in WAYS_TO_NAME and told.key not in setup.used
+        name: setting.value
+        for name, setting in setup.flags.items()
+        if name not in WAYS_TO_NAME and setting.key not in setup.used
     }
     granted = [f"{name} {shown(value)}" for name, value in (left_out | {**filled}).items()]
     if granted:  # defaults of the program's code
@@ -76,11 +78,11 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
     if read.request.modules is not None or "fsdp2.modules" in chosen:
         return _as_compiled(complete, own) if recipe.fsdp2.modules == own.name else (complete, own.instead)
     its_own = replace(recipe, fsdp2=replace(recipe.fsdp2, modules=own.name))
-    for asked, _ in refusals(complete.model, its_own, complete.mesh):
-        return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {asked}")
-    said = f"{own.name}'s own modules are counted, since its file was read; --modules transformers counts transformers'"
+    for refused, _ in refusals(complete.model, its_own, complete.mesh):
+        return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {refused}")
+    note = f"{own.name}'s own modules are counted, since its file was read; --modules transformers counts transformers'"
     found, notes = _as_compiled(replace(complete, recipe=its_own), own)
-    return found, (said, *notes)
+    return found, (note, *notes)
 
 
 def _as_compiled(job: JobSpec, own: OwnModules) -> tuple[JobSpec, tuple[str, ...]]:
@@ -114,19 +116,19 @@ def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:
     """Return the engines' options: those of the file, combined with the user's."""
     groups: dict[str, object] = {}
-    for name, told in setup.options.items():
+    for name, setting in setup.options.items():
         group, _, option = name.partition(".")
-        if told.filled and _asks_for_another(request, group):
+        if setting.filled and _asks_for_another(request, group):
             continue
         default = getattr(RecipeSpec(), group)
         now = groups.get(group, getattr(request, group) or default)
-        asked = option if group == "deepspeed" else name  # passed on unchanged
-        value = option_taken(name, told, getattr(now, option), getattr(default, option), where, chosen=asked in chosen)
+        option_name = option if group == "deepspeed" else name  # passed on unchanged
+        value = option_value(name, setting, getattr(now, option), getattr(default, option), where, chosen=option_name in chosen)
         groups[group] = replace(now, **{option: value})  # type: ignore[type-var]  # one of the engines' options
     return groups
 
 
 def _asks_for_another(request: Request, engine: str) -> bool:
     """Whether the request names another engine, or a stage of another engine."""
-    asked = request.engine or (None if request.stage is None else DEFAULT_ENGINE[request.stage])
-    return asked not in (None, engine)
+    wanted = request.engine or (None if request.stage is None else DEFAULT_ENGINE[request.stage])
+    return wanted not in (None, engine)

@@ -54,7 +54,7 @@ def _replay_of(answer: Estimate) -> StepReplay:
 
 
 def _nearest(message: Message, log: Log, answer: Estimate) -> Found | None:
-    alike = [at for at, deed in enumerate(log.deeds) if deed >= 0 and _printed(log, at) == message.tried_text]
+    alike = [at for at, event in enumerate(log.events) if event >= 0 and _printed(log, at) == message.tried_text]
     if not alike:
         return None
     alive = _alive(log, answer)
@@ -91,17 +91,17 @@ def _alive(log: Log, answer: Estimate) -> list[int]:
     """Return the bytes alive before each deed of the log, workspaces included."""
     beside = int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0))
     sizes = [one.n_bytes for one in log.requests]
-    changes = (sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds)
+    changes = (sizes[event] if event >= 0 else -sizes[-1 - event] for event in log.events)
     return list(accumulate(changes, initial=beside))
 
 
 def _printed(log: Log, at: int) -> str:
     """Return the size that torch would print if this request failed; empty for a release."""
-    deed = log.deeds[at]
-    return as_torch_prints(segment_bytes(counted_bytes(log.requests[deed].n_bytes))) if deed >= 0 else ""
+    event = log.events[at]
+    return as_torch_prints(segment_bytes(counted_bytes(log.requests[event].n_bytes))) if event >= 0 else ""
 
 
 def _found(log: Log, at: int, live: int, *, replayed: bool) -> Found:
-    one = log.requests[log.deeds[at]]
+    one = log.requests[log.events[at]]
     span = [span for span in log.spans if span.start <= at][-1]
     return Found(one.kind.value, one.reason, span.step, span.phase.value, module_of(one.layer), one.n_bytes, live, replayed)

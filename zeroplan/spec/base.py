@@ -141,10 +141,10 @@ class Spec:
         raise FrozenInstanceError(f"cannot delete field {name!r}")
 
     @classmethod
-    def _wrong_keywords(cls, said: Mapping[str, object]) -> str:
+    def _wrong_keywords(cls, keywords: Mapping[str, object]) -> str:
         """Return what is wrong with the keywords of a call."""
-        unknown = [name for name in said if name not in cls._defaults]
-        lacks = [name for name in cls._defaults if name in cls._required and name not in said]
+        unknown = [name for name in keywords if name not in cls._defaults]
+        lacks = [name for name in cls._defaults if name in cls._required and name not in keywords]
         wrong = f"has no field {unknown[0]!r}" if unknown else f"needs {', '.join(lacks)}"
         return f"{cls.__name__}() {wrong}"
 
@@ -210,8 +210,8 @@ def bounds_of(cls: type[Spec], field: str) -> tuple[int, int] | None:
 
 def _accepted(admissible: tuple[Check, ...]) -> str:
     """Return the words for a field's accepted values; None, which leaves the field out, is not mentioned."""
-    said = [check.wording for check in admissible if check.wording and check.type is not NoneType]
-    return " or ".join(said) or "nothing"
+    wordings = [check.wording for check in admissible if check.wording and check.type is not NoneType]
+    return " or ".join(wordings) or "nothing"
 
 
 def _suggestion(value: object, admissible: tuple[Check, ...]) -> str:

@@ -28,10 +28,10 @@ def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None
 
 def _in_float8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     """What a graph without its checkpoint keeps of float8 products depends on the sizes of its casts."""
-    asked, own = recipe.float8_recipe, recipe.fsdp2.modules == "torchtitan"
-    yield asked in ("mxfp8", "nvfp4") and f"float8_recipe {asked!r}", "'tensorwise' or 'rowwise'"
+    float8, own = recipe.float8_recipe, recipe.fsdp2.modules == "torchtitan"
+    yield float8 in ("mxfp8", "nvfp4") and f"float8_recipe {float8!r}", "'tensorwise' or 'rowwise'"
     in_graph = recipe.recompute == "selective" or (own and recipe.recompute == "full")
-    yield asked is not None and not in_graph and f"float8_recipe and recompute {recipe.recompute!r}", "recompute 'selective'"
+    yield float8 is not None and not in_graph and f"float8_recipe and recompute {recipe.recompute!r}", "recompute 'selective'"
 
 
 #: Rows of a compiled graph's tensors longer than this are filled up to a multiple of the second number (torch 2.13,

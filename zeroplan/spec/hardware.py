@@ -157,7 +157,7 @@ def network_bytes_per_s(cluster: ClusterSpec) -> float | None:
     if gpu is None or per_node is None:
         return None
     usual = gpu.network_link_bytes_per_s
-    told = cluster.network_gbit_per_s
+    measured = cluster.network_gbit_per_s
     card = None if usual is None else float(usual.value)
-    card = card if told is None else told * 1e9 / 8
+    card = card if measured is None else measured * 1e9 / 8
     return None if card is None else card * (cluster.nics_per_node or per_node) / per_node

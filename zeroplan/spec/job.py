@@ -88,16 +88,16 @@ def _beside_frozen(recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
 def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield the adapter's options that are not modelled with this recipe, and what to use instead."""
     if adapter.compute == "fp32":
-        asked, here = "adapters that compute in fp32", recipe.engine
-        yield here not in ("ddp", "fsdp1") and f"{asked}, and engine {here!r}", "engine 'ddp' or 'fsdp1'"
+        what, here = "adapters that compute in fp32", recipe.engine
+        yield here not in ("ddp", "fsdp1") and f"{what}, and engine {here!r}", "engine 'ddp' or 'fsdp1'"
         narrow = not recipe.precision.endswith("mixed")
-        yield narrow and f"{asked}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
-        yield adapter.quantize != "none" and f"{asked}, beside quantised weights", "compute 'autocast'"
+        yield narrow and f"{what}, and precision {recipe.precision!r}", "'bf16-mixed', whose adapters are fp32"
+        yield adapter.quantize != "none" and f"{what}, beside quantised weights", "compute 'autocast'"
     if adapter.base == "fp32":
-        asked = "frozen weights in fp32"
-        yield recipe.engine != "fsdp2" and f"{asked}, and engine {recipe.engine!r}", "engine 'fsdp2', or base 'compute'"
-        yield recipe.precision == "bf16" and f"{asked}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
-        yield adapter.quantize != "none" and f"{asked}, and quantised weights", "quantize 'none', or base 'compute'"
+        what = "frozen weights in fp32"
+        yield recipe.engine != "fsdp2" and f"{what}, and engine {recipe.engine!r}", "engine 'fsdp2', or base 'compute'"
+        yield recipe.precision == "bf16" and f"{what}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
+        yield adapter.quantize != "none" and f"{what}, and quantised weights", "quantize 'none', or base 'compute'"
     yield from _of_weights(adapter, recipe)
     yield from _of_fused_adapters(adapter, recipe)
     if HEAD in adapter.layers:
@@ -161,19 +161,19 @@ def _of_whole_modules(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tupl
     """
     if not adapter.saved:
         return
-    asked, engines = "modules that are trained whole", ("ddp", "fsdp2", "deepspeed")
-    yield recipe.engine not in engines and f"{asked}, and engine {recipe.engine!r}", "'ddp', 'fsdp2' or 'deepspeed'"
+    what, engines = "modules that are trained whole", ("ddp", "fsdp2", "deepspeed")
+    yield recipe.engine not in engines and f"{what}, and engine {recipe.engine!r}", "'ddp', 'fsdp2' or 'deepspeed'"
     copied = recipe.engine == "ddp" and recipe.precision.endswith("mixed")
     narrow = copied and (adapter.quantize == "none" or adapter.upcast != "all")
-    yield narrow and recipe.zero_stage > 0 and f"{asked} in 16 bits, and ZeroRedundancyOptimizer", "stage 0, or engine 'fsdp2'"
-    yield narrow and recipe.precision == "fp16-mixed" and f"{asked} in fp16 under GradScaler", "precision 'bf16-mixed'"
-    yield narrow and recipe.ddp.step_in_backward and f"{asked} in 16 bits, and a step in the backward", "false for it"
-    yield recipe.loss == "chunked" and f"{asked}, and a chunked loss", "loss 'full' or 'fused'"
+    yield narrow and recipe.zero_stage > 0 and f"{what} in 16 bits, and ZeroRedundancyOptimizer", "stage 0, or engine 'fsdp2'"
+    yield narrow and recipe.precision == "fp16-mixed" and f"{what} in fp16 under GradScaler", "precision 'bf16-mixed'"
+    yield narrow and recipe.ddp.step_in_backward and f"{what} in 16 bits, and a step in the backward", "false for it"
+    yield recipe.loss == "chunked" and f"{what}, and a chunked loss", "loss 'full' or 'fused'"
 
 
 def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled of prime-rl's adapters of several runs, and what to use instead."""
-    asked = "adapters of several runs (prime-rl's)"
+    adapters = "adapters of several runs (prime-rl's)"
     widths = {model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim}
     widths |= set() if model.moe is None else {model.moe.moe_intermediate_size}
     theirs = model.family in OF_PRIME_RL and PRIME_RL in recipe.fused_parts
@@ -204,7 +204,7 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
         (not recipe.sync_every_micro_batch, "gradients that stay whole", "sync_every_micro_batch true"),
         (mesh.model_ranks * mesh.ep > 1, "ranks that split the model", "data-parallel ranks"),
     ):
-        yield is_so and f"{asked} and {what}", instead
+        yield is_so and f"{adapters} and {what}", instead
 
 
 def _of_dora(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
@@ -477,12 +477,14 @@ class JobSpec(Spec):
         DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
         """
         recipe, family, adapted = self.recipe, self.model.family, self.model.adapter is not None
-        for asked, instead in (
+        for refused, instead in (
             (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
             (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         ):
-            if asked and family in INDEXED_FAMILIES:
-                raise SpecError(f"{asked} in a {family} model, whose indexer gets no gradient, is not modelled; use {instead}")
+            if refused and family in INDEXED_FAMILIES:
+                raise SpecError(
+                    f"{refused} in a {family} model, whose indexer gets no gradient, is not modelled; use {instead}"
+                )
 
     def _check_router(self) -> None:
         """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
@@ -504,10 +506,11 @@ class JobSpec(Spec):
 
     def _check_nodes(self) -> None:
         """Raise SpecError if DeepSpeed's quantized gradients and the cluster have different numbers of GPUs per node."""
-        known, said = node_size(self.cluster), self.recipe.deepspeed.gpus_per_node
-        if known is not None and known != said:
+        known, given = node_size(self.cluster), self.recipe.deepspeed.gpus_per_node
+        if known is not None and known != given:
             raise SpecError(
-                f"deepspeed.gpus_per_node={said} contradicts the {known} GPUs of a node; leave it out or add --gpus-per-node {said}"
+                f"deepspeed.gpus_per_node={given} contradicts the {known} GPUs of a node; leave it out or "
+                f"add --gpus-per-node {given}"
             )
 
     def _check_model_ranks(self) -> None:
@@ -576,7 +579,7 @@ class JobSpec(Spec):
             ),
             (recipe.keep_logits == "fp32" and "keep_logits 'fp32'", "no keep_logits"),
             (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "a stage"),
-            *self._not_in_two_halves(),
+            *self._not_with_a_split_backward(),
             *self._frozen_in_stages(),
         )
         refuse("pipeline parallelism with", cases)
@@ -628,12 +631,12 @@ class JobSpec(Spec):
         )
         refuse("layers that attend to images (Llama 3.2 Vision) and", cases)
 
-    def _not_in_two_halves(self) -> Iterator[tuple[str | bool, str]]:
+    def _not_with_a_split_backward(self) -> Iterator[tuple[str | bool, str]]:
         """Yield the options that are not modelled with schedules that split the backward in two."""
         mesh, model, options = self.mesh, self.model, self.recipe.fsdp2
         if self.recipe.pipeline_schedule not in SPLIT:
             return
-        for asked, what in (
+        for refused, what in (
             (mesh.tp * mesh.cp * mesh.ep > 1, "stages that are split (tp, cp, ep)"),
             (model.adapter is not None, "LoRA"),
             (model.frozen is not None, "frozen parameters"),
@@ -641,7 +644,7 @@ class JobSpec(Spec):
             (options.of_torch_2_15, "the FSDP2 of torch 2.15"),
             (self.recipe.loss == "chunked", "loss 'chunked'"),
         ):
-            yield asked and f"schedule {self.recipe.pipeline_schedule!r} and {what}", "1f1b or interleaved-1f1b"
+            yield refused and f"schedule {self.recipe.pipeline_schedule!r} and {what}", "1f1b or interleaved-1f1b"
 
     def _frozen_in_stages(self) -> Iterator[tuple[str | bool, str]]:
         """Yield frozen parts that FSDP2 prefetches for a backward that never runs, and what to use instead."""
@@ -692,7 +695,7 @@ class JobSpec(Spec):
     def _check_quantisation_aware(self) -> None:
         """Raise SpecError for models and ranks with which quantisation-aware training is not modelled."""
         model = self.model
-        if not (asked := [one for one in ROUNDING if one in self.recipe.fused_parts]):
+        if not (fused := [one for one in ROUNDING if one in self.recipe.fused_parts]):
             return
         cases: tuple[tuple[str | bool, str], ...] = (
             (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
@@ -701,14 +704,14 @@ class JobSpec(Spec):
             (model.is_quantised and "quantised weights", "quantize 'none'"),
             (self.mesh.model_ranks * self.mesh.ep > 1 and "ranks that split the model", "data-parallel ranks"),
         )
-        if asked[0] == "axolotl-qat":
+        if fused[0] == "axolotl-qat":
             tied = model.tie_word_embeddings and self.recipe.loss == "full"
             cases = (
                 *cases,
                 (model.adapter is not None and "adapters", "full training"),
                 (tied and "a rounded embedding", "loss 'fused'"),
             )
-        refuse(f"fused_kernels {asked[0]!r} with", cases)
+        refuse(f"fused_kernels {fused[0]!r} with", cases)
 
     def _check_latent_experts(self) -> None:
         """Raise SpecError under autocast, which runs experts in the dtype of their latent and copies their weights."""
@@ -739,12 +742,12 @@ class JobSpec(Spec):
         """Raise SpecError for models and ranks with which Transformer Engine's float8 is not modelled outside Megatron-Core."""
         if "te-float8" not in self.recipe.fused_parts:
             return
-        for asked, instead in (
+        for refused, instead in (
             (self.model.adapter is not None or self.model.frozen is not None, "adapters or frozen parts; use full training"),
             (self.mesh.tp > 1, "tensor parallelism; use tp=1"),
             (self.recipe.float8_recipe is not None, "float8_recipe; use one of them"),
         ):
-            if asked:
+            if refused:
                 raise SpecError(f"fused_kernels 'te-float8' is not modelled with {instead}")
 
     def _check_prime_rl(self) -> None:

@@ -108,18 +108,18 @@ def _not_adapted(
     model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: MeshSpec
 ) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled beside adapters: targets that Megatron-Core's matrices do not have, and parts of the recipe."""
-    own, there, away = recipe.megatron, set(model.adapted_layers), "engine 'fsdp2'"
+    own, there, other_engine = recipe.megatron, set(model.adapted_layers), "engine 'fsdp2'"
     gate, up, down = CONVERTED.get(model.family, MLP)
     beyond = {*there, *adapter.targets.replace(" ", "").split(",")} - {*GROUPS, *ATTENTION, gate, up, down}
     if OLD_ROUTER not in adapter.targets.split(","):
         beyond -= {OLD_ROUTER}  # a router is no linear layer in Megatron-Core
     parts = [names for names in (ATTENTION[:3], (gate, up)) if 0 < len(there & set(names)) < len(names)]
     modules = set(own.recompute_modules.split(",")) - {"core_attn"} if recipe.recompute == "selective" else set[str]()
-    for asked, what, instead in (
+    for refused, what, instead in (
         (model.family not in _ADAPTED, f"adapters in a {model.family} model", f"one of {', '.join(_ADAPTED)}"),
         (beyond, f"adapters of {', '.join(sorted(beyond))}", "targets 'attention,mlp'"),
         (parts, f"adapters of only some of {', '.join(next(iter(parts), ()))}, which it joins", "all of these targets"),
-        (adapter.quantize != "none", f"adapters and quantize {adapter.quantize!r}", away),
+        (adapter.quantize != "none", f"adapters and quantize {adapter.quantize!r}", other_engine),
         (adapter.compute == "fp32", "adapters that compute in fp32", "compute 'autocast'"),
         (adapter.dora != "none", "DoRA", "dora 'none'"),
         (adapter.saved and model.tie_word_embeddings, "modules that are trained whole in a tied model", "adapters alone"),
@@ -137,7 +137,7 @@ def _not_adapted(
         (own.overlap_moe_expert_parallel_comm, "adapters and overlap_moe_expert_parallel_comm", "false for it"),
         (own.pretrains != "gpt", "adapters in BERT or T5", "pretrains 'gpt'"),
     ):  # fmt: skip
-        yield bool(asked) and what, instead
+        yield bool(refused) and what, instead
 
 
 def _not_with_a_tower(vision: VisionSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
@@ -187,13 +187,13 @@ def _not_of_recipe(recipe: RecipeSpec, mesh: MeshSpec, *, has_experts: bool) -> 
 def _not_of_last_tokens(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled where the loss reads the last token of each sequence."""
     own = recipe.megatron
-    for asked, name in (
+    for refused, name in (
         (own.mtp_num_layers > 0, "mtp_num_layers"), (own.pretrains != "gpt", "BERT or T5"),
         (recipe.zero_stage > 1, "Megatron-FSDP"),
         (own.defer_embedding_wgrad_compute, "defer_embedding_wgrad_compute"),
         (own.cross_entropy_fusion_impl == "verl", "verl's fused head"), (own.gradients_beside > 0, "gradients_beside"),
     ):  # fmt: skip
-        yield asked and f"last_tokens {own.last_tokens!r} and {name}", "neither, or engine 'fsdp2'"
+        yield refused and f"last_tokens {own.last_tokens!r} and {name}", "neither, or engine 'fsdp2'"
 
 
 def _not_scheduled(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
@@ -212,7 +212,7 @@ def _not_scheduled(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | b
 def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled under Megatron-FSDP, which is stages 2 and 3."""
     own, what = recipe.megatron, f"Megatron-FSDP (stage {recipe.zero_stage}) and "
-    for asked, name in (
+    for refused, name in (
         (mesh.pp > 1, "pipeline ranks"), (mesh.dp_shard * mesh.cp == 1, "one data-parallel rank"),
         (recipe.optimizer == "muon", "optimizer 'muon'"),
         (own.use_precision_aware_optimizer, "use_precision_aware_optimizer"), (own.pretrains != "gpt", "BERT or T5"),
@@ -222,7 +222,7 @@ def _not_fully_sharded(recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str
         (own.core_release == "0.12", "core_release 0.12"), (own.gradients_beside > 0, "gradients_beside, which nanotron has alone"),
         (not own.main_weights, "no main weights, as nanotron may have"),
     ):  # fmt: skip
-        yield asked and f"{what}{name}", "stage 1, the distributed optimizer, or leave it out"
+        yield refused and f"{what}{name}", "stage 1, the distributed optimizer, or leave it out"
 
 
 def _not_in_fp8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -230,7 +230,7 @@ def _not_in_fp8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     own, what = recipe.megatron, f"fp8_format {recipe.megatron.fp8_format!r} and "
     others = set(own.recompute_modules.split(",")) - {"core_attn", "mlp", "moe"} if recipe.recompute == "selective" else set()
     blocks = own.fp8_recipe in ("blockwise", "mxfp8")
-    for asked, name, instead in (
+    for refused, name, instead in (
         (own.transformer_impl == "local", "transformer_impl 'local'", "'transformer_engine'"),
         (own.pretrains != "gpt", "BERT or T5", "pretrains 'gpt'"),
         (own.hybrid_layer_pattern is not None, "hybrid_layer_pattern", "layers of one kind"),
@@ -239,7 +239,7 @@ def _not_in_fp8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
         (recipe.zero_stage > 1 and blocks, f"Megatron-FSDP and fp8_recipe {own.fp8_recipe!r}", "'tensorwise', or stage 1"),
         (recipe.optimizer == "muon", "optimizer 'muon'", "'adamw'"),
     ):  # fmt: skip
-        yield asked and f"{what}{name}", instead
+        yield refused and f"{what}{name}", instead
 
 
 def _not_by_muon(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
@@ -304,12 +304,12 @@ def _not_pretrained(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Ite
 
 def _not_in_groups(recipe: RecipeSpec, mesh: MeshSpec, steps: int) -> Iterator[tuple[str | bool, str]]:
     """Yield micro-batches that the interleaved schedule refuses (schedules.py, forward_backward_pipelining_with_interleaving)."""
-    said = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage
-    if said is None:
+    size = recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage
+    if size is None:
         yield steps % mesh.pp > 0 and f"{steps} interleaved micro-batches on pp={mesh.pp} ranks", "a multiple of pp"
         return
-    fits = mesh.pp <= said <= steps and (steps % said == 0 or steps % said >= mesh.pp)
-    what = f"groups of {said} of {steps} interleaved micro-batches on pp={mesh.pp} ranks"
+    fits = mesh.pp <= size <= steps and (steps % size == 0 or steps % size >= mesh.pp)
+    what = f"groups of {size} of {steps} interleaved micro-batches on pp={mesh.pp} ranks"
     yield not fits and what, "groups, the last one too, of no fewer than pp and no more than there are"
 
 

@@ -494,15 +494,16 @@ class ModelSpec(Spec):
         self._check_experts()
 
     def _check_full_layers(self) -> None:
-        said, layers = self.max_window_layers, self.num_hidden_layers
-        if said and (self.family not in SOME_WINDOWED or self.sliding_window is None or said >= layers):
+        first, layers = self.max_window_layers, self.num_hidden_layers
+        if first and (self.family not in SOME_WINDOWED or self.sliding_window is None or first >= layers):
             raise SpecError(
-                f"max_window_layers={said} of a {self.family} model with {layers} layers and sliding_window={self.sliding_window}: "
-                f"only {' and '.join(SOME_WINDOWED)} may have a window in some of their layers; leave it out"
+                f"max_window_layers={first} of a {self.family} model with {layers} layers and "
+                f"sliding_window={self.sliding_window}: only {' and '.join(SOME_WINDOWED)} may have a window in some of their "
+                "layers; leave it out"
             )
-        if said and (self.vision is not None or self.frozen is not None):
+        if first and (self.vision is not None or self.frozen is not None):
             raise SpecError(
-                f"a window in {layers - said} of {layers} layers is not modelled with images or frozen parts; `zeroplan profile "
+                f"a window in {layers - first} of {layers} layers is not modelled with images or frozen parts; `zeroplan profile "
                 "--config` traces the model"
             )
 

@@ -28,10 +28,10 @@ def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Non
         raise SpecError("offload_activations with a profile is not modelled; leave it out")
     if model.family == "gpt2" and recipe.attention == "eager":
         raise SpecError("offload_activations with gpt2 and attention 'eager' is not modelled; use attention 'sdpa'")
-    for asked in _of_all_that_is_saved(model, recipe, mesh) if recipe.recompute == "none" else ():
-        if asked:
+    for refused in _of_all_that_is_saved(model, recipe, mesh) if recipe.recompute == "none" else ():
+        if refused:
             raise SpecError(
-                f"offload_activations with recompute 'none' and {asked} is not modelled; use recompute 'full', or leave it out"
+                f"offload_activations with recompute 'none' and {refused} is not modelled; use recompute 'full', or leave it out"
             )
 
 

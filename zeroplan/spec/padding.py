@@ -16,7 +16,7 @@ def check_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 
 def is_modelled_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> bool:
     """Whether padding is modelled for the job."""
-    return not any(asked for asked, _ in not_padded(model, recipe, mesh))
+    return not any(refused for refused, _ in not_padded(model, recipe, mesh))
 
 
 def not_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

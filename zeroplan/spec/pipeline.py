@@ -40,13 +40,13 @@ class Stage(NamedTuple):
         return self.stop - self.start
 
 
-def stages_per_rank(schedule: PipelineSchedule, asked: int | None) -> int:
+def stages_per_rank(schedule: PipelineSchedule, wanted: int | None) -> int:
     """Return the number of stages per rank.
 
     >>> stages_per_rank("1f1b", None), stages_per_rank("interleaved-1f1b", None), stages_per_rank("interleaved-1f1b", 4)
     (1, 2, 4)
     """
-    return asked or (1 if schedule in SINGLE else 2)
+    return wanted or (1 if schedule in SINGLE else 2)
 
 
 @lru_cache(maxsize=1024)
@@ -91,14 +91,14 @@ def indices_of_rank(schedule: PipelineSchedule, *, rank: int, pp: int, stages: i
 
 
 def check_schedule(
-    schedule: PipelineSchedule, asked: int | None, *, pp: int, layers: int, micro_batches: int,
+    schedule: PipelineSchedule, wanted: int | None, *, pp: int, layers: int, micro_batches: int,
     by_hand: tuple[int, ...] | None = None,
 ) -> None:  # fmt: skip
     """Raise SpecError where torch's schedules raise, and for stages without a layer.
 
     Source: torch 2.13, torch/distributed/pipelining/schedules.py, ``__init__`` of each schedule.
     """
-    each = stages_per_rank(schedule, asked)
+    each = stages_per_rank(schedule, wanted)
     if schedule in SINGLE and each != 1:
         raise SpecError(f"schedule {schedule!r} has one stage on each rank, not {each}; use interleaved-1f1b, or leave it out")
     if schedule == "zbv" and each != 2:

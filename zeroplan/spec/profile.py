@@ -83,7 +83,7 @@ class Point(Spec):
             )
 
 
-class Handed(Spec):
+class GradientArrival(Spec):
     """The moment when a weight's gradient is ready, in autograd's order, with the bytes alive as in :class:`Point`."""
 
     name: str
@@ -109,7 +109,7 @@ class ProfiledBlock(Spec):
     kept: tuple[Part, ...]
     forward: tuple[Amount, ...]
     points: tuple[Point, ...]
-    handed: tuple[Handed, ...]
+    handed: tuple[GradientArrival, ...]
     cast_elements: CountOrZero = 0
     operations: Multiplied | None = None
 
@@ -134,9 +134,9 @@ class ProfiledPass(Spec):
     loss: tuple[Amount, ...]
     output: Amount
     head: tuple[Point, ...]
-    head_handed: tuple[Handed, ...]
+    head_handed: tuple[GradientArrival, ...]
     last: tuple[Amount, ...]
-    last_handed: tuple[Handed, ...]
+    last_handed: tuple[GradientArrival, ...]
     operations: Multiplied | None = None
 
 
@@ -247,12 +247,12 @@ def _check_order(profile: Profile) -> None:
     if sorted(profile.order) != sorted(["", *outside]):
         raise SpecError("the profile's order does not name each parameter outside the blocks once, and the blocks")
     for one in (part for variant in profile.variants for part in (variant.one, variant.more)):
-        for named, handed in (
+        for named, arrivals in (
             (profile.embeddings, one.last_handed),
             (profile.tail, one.head_handed),
             *((profile.kinds[kind], block.handed) for kind, block in one.blocks.items()),
         ):
-            if sorted(each.name for each in handed) != sorted(tensor.name for tensor in named if not tensor.frozen):
+            if sorted(each.name for each in arrivals) != sorted(tensor.name for tensor in named if not tensor.frozen):
                 raise SpecError("the profile lacks the order in which the parameters' gradients are ready")
 
 

@@ -12,15 +12,15 @@ def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> No
     """Raise SpecError for a job with torchtitan's modules that torchtitan does not support or that is not modelled."""
     if recipe.fsdp2.modules != "torchtitan":
         return
-    for asked, instead in refusals(model, recipe, mesh):
-        raise SpecError(f"modules of torchtitan with {asked} are not modelled; use {instead}, or --modules transformers")
+    for refused, instead in refusals(model, recipe, mesh):
+        raise SpecError(f"modules of torchtitan with {refused} are not modelled; use {instead}, or --modules transformers")
 
 
 def refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str, str]]:
     """Yield settings that torchtitan does not support or that are not modelled with it, and what to use instead."""
-    for asked, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
-        if isinstance(asked, str):
-            yield asked, instead
+    for refused, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
+        if isinstance(refused, str):
+            yield refused, instead
 
 
 def _of_the_model(model: ModelSpec) -> Iterator[tuple[str | bool, str]]:

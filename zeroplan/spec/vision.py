@@ -214,8 +214,8 @@ class VisionSpec(Spec):
     @property
     def frozen_names(self) -> tuple[str, ...]:
         """The frozen parts, as words of ``--freeze``."""
-        said = (self.freeze_tower, self.freeze_projector, self.freeze_text)
-        return tuple(name for name, is_so in zip((*VISION_PARTS, TEXT_PART), said, strict=True) if is_so)
+        frozen = (self.freeze_tower, self.freeze_projector, self.freeze_text)
+        return tuple(name for name, is_so in zip((*VISION_PARTS, TEXT_PART), frozen, strict=True) if is_so)
 
     def check_rules(self) -> None:
         """Raise SpecError for a tower without sizes."""

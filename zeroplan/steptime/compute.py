@@ -292,12 +292,12 @@ def _recomputation(model: ModelSpec, recipe: RecipeSpec) -> _Recomputation:
     if modules := recomputed_modules(recipe):
         named = "attention" if modules == ("core_attn",) else ", ".join(modules)
         return _Recomputation(0.0, multiplies=False, reason=f"{named} once more", modules=modules)
-    said, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
+    again, layers, of = _WHAT_AGAIN[recipe.recompute], recipe.recompute_layers, model.num_hidden_layers
     multiplies = recipe.recompute == "full"
     if layers is None or layers >= of:
-        return _Recomputation(float(recipe.recompute != "none"), multiplies, said)
+        return _Recomputation(float(recipe.recompute != "none"), multiplies, again)
     return _Recomputation(
-        layers / of, multiplies, f"{said}, in {layers} of {of} blocks" if not multiplies else _FIRST.format(layers, of)
+        layers / of, multiplies, f"{again}, in {layers} of {of} blocks" if not multiplies else _FIRST.format(layers, of)
     )
 
 
@@ -309,39 +309,39 @@ _WHAT_AGAIN = {
 _FIRST = "the forward of the first {} of {} blocks once more"
 
 
-def _pieces(asked: Work, rates: Rates, mfu: float | None) -> Pieces:
+def _pieces(work: Work, rates: Rates, mfu: float | None) -> Pieces:
     """Return the times of products, attention and memory-bound operators from measured rates, or all at ``mfu``."""
     if mfu is not None:
-        return _at_given_mfu(asked, mfu * peak_flops_per_s(rates.gpu, rates.recipe, rates.running.operands), rates.recipe)
+        return _at_given_mfu(work, mfu * peak_flops_per_s(rates.gpu, rates.recipe, rates.running.operands), rates.recipe)
     on, head_on = rates.machine(rates.running.operands), rates.machine(None)
     accumulates = rates.recipe.engine == "megatron" and rates.recipe.megatron.gradient_accumulation_fusion
     blocks, head = (
-        seconds(products, asked.tokens, where, accumulates=accumulates)
-        for products, where in ((asked.products, on), (asked.head, head_on))
+        seconds(products, work.tokens, where, accumulates=accumulates)
+        for products, where in ((work.products, on), (work.head, head_on))
     )
-    last = seconds((one for one in asked.products if one.last), asked.tokens, on, accumulates=accumulates)
-    other, rest = _shapeless(asked.other_flops, on), _shapeless(asked.other_head_flops, head_on)
-    cast = (0.0, 0.0) if rates.running.operands is None else casts(asked.products, asked.tokens)
-    core, moved, ends = _core_seconds(asked, rates), _moved(asked.moved, rates), _moved(asked.ends_moved, rates)
+    last = seconds((one for one in work.products if one.last), work.tokens, on, accumulates=accumulates)
+    other, rest = _shapeless(work.other_flops, on), _shapeless(work.other_head_flops, head_on)
+    cast = (0.0, 0.0) if rates.running.operands is None else casts(work.products, work.tokens)
+    core, moved, ends = _core_seconds(work, rates), _moved(work.moved, rates), _moved(work.ends_moved, rates)
     return Pieces(
         blocks.forward + other + cast[0] / rates.bandwidth,
         blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
-        moved.backward, ends.forward, ends.backward, asked.elements, asked.trained, asked.model_flops,
-        seconds(asked.again, asked.tokens, on, accumulates=False).forward + _moved(asked.again_moved, rates).forward,
-        asked.layers, *asked.moved[2:], *asked.ends_moved[2:], *asked.tensors,
+        moved.backward, ends.forward, ends.backward, work.elements, work.trained, work.model_flops,
+        seconds(work.again, work.tokens, on, accumulates=False).forward + _moved(work.again_moved, rates).forward,
+        work.layers, *work.moved[2:], *work.ends_moved[2:], *work.tensors,
     )  # fmt: skip
 
 
-def _at_given_mfu(asked: Work, rate: float, recipe: RecipeSpec) -> Pieces:
+def _at_given_mfu(work: Work, rate: float, recipe: RecipeSpec) -> Pieces:
     """Return the times with every operation at one rate; recomputation includes the last product."""
     back = MATRIX_BACKWARD if recipe.attention == "eager" and recipe.engine == "megatron" else ATTENTION_BACKWARD
-    blocks, head, core = asked.blocks_flops / rate, asked.head_flops / rate, asked.core.flops / rate
-    frozen = sum(one.flops for one in asked.products if one.frozen) * asked.tokens / rate
-    frozen_head = sum(one.flops for one in asked.head if one.frozen) * asked.tokens / rate
+    blocks, head, core = work.blocks_flops / rate, work.head_flops / rate, work.core.flops / rate
+    frozen = sum(one.flops for one in work.products if one.frozen) * work.tokens / rate
+    frozen_head = sum(one.flops for one in work.head if one.frozen) * work.tokens / rate
     return Pieces(
         blocks, MATRIX_BACKWARD * blocks - frozen, 0.0, head, MATRIX_BACKWARD * head - frozen_head, core, back * core,
-        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, asked.model_flops,
+        0.0, 0.0, 0.0, 0.0, 0.0, 0.0, work.model_flops,
     )  # fmt: skip
 
 
@@ -382,9 +382,9 @@ def _shapeless(flops: float, on: Machine) -> float:
 _DEEP = 1024.0
 
 
-def _core_seconds(asked: Work, rates: Rates) -> Passes:
+def _core_seconds(work: Work, rates: Rates) -> Passes:
     """Return the time of attention. Eager attention runs narrow matrix products, and its scores go through memory. [s]"""
-    core = asked.core
+    core = work.core
     if not core.flops:
         return Passes(0.0, 0.0)
     on = rates.machine(None)

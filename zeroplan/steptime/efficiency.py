@@ -94,9 +94,11 @@ def shares_of(cluster: ClusterSpec) -> Efficiency:
     """Return the shares of a cluster's GPU: measured in a step on that cluster, or those of its architecture."""
     usual = efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
     if cluster.shares is not None:
-        told = cluster.shares
-        quicker = told.matrices / usual.matrices  # all shares were scaled by this factor
-        return Efficiency(told.matrices, told.attention, told.bandwidth, told.source, told.stepping, quicker)
+        measured = cluster.shares
+        quicker = measured.matrices / usual.matrices  # all shares were scaled by this factor
+        return Efficiency(
+            measured.matrices, measured.attention, measured.bandwidth, measured.source, measured.stepping, quicker
+        )
     return usual
 
 

@@ -181,9 +181,9 @@ def _floor_log2(nodes: int) -> int:
 def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
     """Return the time of all-to-alls, in which each GPU sends inside its node and to other nodes at the same time. [s]"""
     others = maximum(1, group.size - 1)
-    away = call.sent_bytes * (group.size - group.members) / others
-    inside = (call.sent_bytes - away) / (LINK_SHARE * here.node_bytes_per_s)
-    across = away / (LINK_SHARE * (here.network_bytes_per_s or here.node_bytes_per_s))
+    to_others = call.sent_bytes * (group.size - group.members) / others
+    inside = (call.sent_bytes - to_others) / (LINK_SHARE * here.node_bytes_per_s)
+    across = to_others / (LINK_SHARE * (here.network_bytes_per_s or here.node_bytes_per_s))
     hop = here.node_hop_s + crosses(group) * (_NETWORK_HOP_S - here.node_hop_s)
     return call.calls * where(group.size > 1, 1, 0) * (_BASE_S + hop) + longest(inside, across)
 
@@ -194,7 +194,7 @@ def _exchange_seconds(call: Collective, group: Group, here: Links) -> Float:
 _HANDED_ON, _HANDED_ON_BETWEEN_NODES = 0.55, 0.89
 
 
-def handed_on_seconds(call: Collective, group: Group, here: Links, to_nodes: Float) -> Float:
+def relayed_seconds(call: Collective, group: Group, here: Links, to_nodes: Float) -> Float:
     """Return the time of exchanges that send a token once to each node, whose GPUs hand it on to each other. [s]
 
     ``to_nodes``: the nodes that one token visits per rank that it visits. ``n_bytes`` counts a token once per rank.

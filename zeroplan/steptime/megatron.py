@@ -36,7 +36,7 @@ from zeroplan.steptime.compute import (
     peak_flops_per_s,
     recomputed_modules,
 )
-from zeroplan.steptime.links import SOURCE, Group, Links, handed_on_seconds, neighbours, seconds, strided
+from zeroplan.steptime.links import SOURCE, Group, Links, neighbours, relayed_seconds, seconds, strided
 from zeroplan.steptime.parts import Does, Part, StepTime
 from zeroplan.steptime.pipeline import BUBBLE, Bubble
 from zeroplan.steptime.pointwise import Moved, Split
@@ -332,7 +332,7 @@ def _exchange_s(call: Collective, case: _Case, here: Links) -> Float:
     if case.recipe.megatron.moe_token_dispatcher_type not in ("flex", "deepep"):
         return seconds(call, group, here)
     to_nodes = visited(case, ceil_div(group.size, group.members)) / visited(case, group.size)
-    return handed_on_seconds(call, group, here, to_nodes)
+    return relayed_seconds(call, group, here, to_nodes)
 
 
 def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Float:
@@ -341,9 +341,9 @@ def _sends(calls: tuple[Collective, ...], case: _Case, machine: _Machine) -> Flo
     ranks = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
     apart = Group(2, where(ranks > per_node, 1, 2))
     sends = [call for call in calls if call.among is Among.STAGES and call.operation == "send"]
-    taken = together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
+    seconds_apart = together(seconds(call._replace(group=2), apart, machine.here) for call in sends)
     every = 2 * case.batch.grad_accum_steps * chunks_per_rank(case)  # ranks at the ends receive what they do not send
-    return taken * every / sum(call.calls for call in sends) if sends else taken
+    return seconds_apart * every / sum(call.calls for call in sends) if sends else seconds_apart
 
 
 def _after_backward(rank: Rank, case: _Case, machine: _Machine, passes: _Passes) -> tuple[Part, ...]:

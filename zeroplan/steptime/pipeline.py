@@ -107,17 +107,17 @@ def _copies(account: Account, recipe: RecipeSpec, busy: Computing, architecture:
 
 
 def _computing(
-    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
+    work: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
 ) -> Computing:  # fmt: skip
-    return computing(lambda _one: asked, model, recipe, batch, rates, mfu)
+    return computing(lambda _one: work, model, recipe, batch, rates, mfu)
 
 
 def _costs(
-    asked: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
+    work: Work, model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates, mfu: float | None
 ) -> Costs:  # fmt: skip
     """Return the times of one stage's passes for one micro-batch; weight gradients take as long as the forward's products. [s]"""
-    whole = _computing(asked, model, recipe, batch, rates, mfu)
-    matrices = asked._replace(core=Core(), moved=Moved(), ends_moved=Moved())
+    whole = _computing(work, model, recipe, batch, rates, mfu)
+    matrices = work._replace(core=Core(), moved=Moved(), ends_moved=Moved())
     weights = _computing(matrices, model, recipe, batch, rates, mfu).forward_s
     steps = batch.grad_accum_steps
     return Costs(whole.forward_s / steps, (whole.backward_s - weights) / steps, weights / steps)

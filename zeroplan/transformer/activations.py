@@ -35,11 +35,11 @@ def block_pass(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, r
 
 def _made(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:
     one = _kept_on_the_gpu(model, kind, compute, batch, recomputed=recomputed)
-    if not compute.offloaded or one.away:
+    if not compute.offloaded or one.on_host:
         return one
-    from zeroplan.transformer.offloaded import input_away  # noqa: PLC0415  keeps start-up fast
+    from zeroplan.transformer.offloaded import with_offloaded_input  # noqa: PLC0415  keeps start-up fast
 
-    return input_away(one)
+    return with_offloaded_input(one)
 
 
 def _kept_on_the_gpu(model: ModelSpec, kind: str, compute: Compute, batch: Batch, *, recomputed: bool) -> BlockPass:

@@ -112,7 +112,7 @@ class BackwardPoint(NamedTuple):
     before: tuple[Line, ...] = ()
 
 
-class HandedOn(NamedTuple):
+class GradientArrivals(NamedTuple):
     """When weight gradients reach their weights: elements of gradients made so far, and the other live tensors.
 
     Outside the blocks only profiles contain these.
@@ -129,7 +129,7 @@ class BlockPass(NamedTuple):
     weight casts; ``checkpoint``: tensors kept under full recomputation (its input); ``selective``: tensors kept under
     per-operation selective recomputation; ``forward``: live tensors beyond ``saved`` at the peak of its forward;
     ``forward_recompute``: the same beyond the kept ones, under recomputation, else empty; ``cast_elements``: elements of weights
-    whose autocast copy lives until their backward (matrices; copies of biases live until the end of the forward); ``away``:
+    whose autocast copy lives until their backward (matrices; copies of biases live until the end of the forward); ``on_host``:
     tensors in host memory between its forward and its backward, with offloaded activations.
 
     For block i (counted from 0) an engine adds to its own memory and to ``HeadPass``:
@@ -156,8 +156,8 @@ class BlockPass(NamedTuple):
     points: tuple[BackwardPoint, ...]
     cast_elements: int
     checkpoint_in_backward: tuple[Line, ...] = ()
-    away: tuple[Line, ...] = ()
-    handed: tuple[HandedOn, ...] = ()
+    on_host: tuple[Line, ...] = ()
+    handed: tuple[GradientArrivals, ...] = ()
     before_experts: tuple[Line, ...] = ()
     """Tensors alive in the forward when the experts begin, in blocks with experts."""
     named: tuple[Line, ...] = ()
@@ -171,7 +171,7 @@ class BlockPass(NamedTuple):
     @property
     def entered(self) -> tuple[Line, ...]:
         """Return the tensors that are alive in the block's own forward beside the kept ones: the input, if it is offloaded."""
-        return tuple(filter(is_input, self.checkpoint)) if self.away else ()
+        return tuple(filter(is_input, self.checkpoint)) if self.on_host else ()
 
     def kept(self, recompute: Recompute) -> tuple[Line, ...]:
         """Return the tensors that the block keeps on the GPU from its forward to its backward under this recomputation."""
@@ -179,7 +179,7 @@ class BlockPass(NamedTuple):
             return self.saved
         if recompute == "selective":
             return self.selective
-        return without_input(self.checkpoint) if self.away else self.checkpoint
+        return without_input(self.checkpoint) if self.on_host else self.checkpoint
 
 
 def is_input(line: Line) -> bool:
@@ -236,9 +236,9 @@ class HeadPass(NamedTuple):
     """The last lines of ``shared``. Only blocks need them, and they are freed after the first block's backward."""
     norm_forward: tuple[tuple[Line, ...], ...] = ()
     """Points of the final norm's forward, for engines that all-gather the head meanwhile; profiles have none."""
-    handed: tuple[HandedOn, ...] = ()
+    handed: tuple[GradientArrivals, ...] = ()
     """Moments when the weights after the blocks receive their gradients."""
-    handed_below: tuple[HandedOn, ...] = ()
+    handed_below: tuple[GradientArrivals, ...] = ()
     """Moments when the weights before the blocks receive their gradients."""
     before: tuple[Line, ...] = ()
     """What the part before the blocks needs for its backward, in models whose points of that backward are known. It is among

@@ -155,11 +155,16 @@ def _question(model: ModelSpec, compute: Compute, batch: Batch) -> _Question:
 def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
     """Return the tensors that live before the blocks and during them."""
     model, compute, x, values, around = question
-    masks, away = _masks(question), compute.offloaded
+    masks, offloads = _masks(question), compute.offloaded
     kept = tuple([line._replace(kind=SAVED) for line in masks if recomputed])
     (tables, left) = _tables(question, recomputed=recomputed)
     leaf = (_LEAF.line(SAVED, values),) if is_frozen(model, "embedding") and _is_leaf_apart(question, recomputed) else ()
-    named = around.names_input and not (leaf and away) and (away or not recomputed) and (away or not _first_saves_it(question))
+    named = (
+        around.names_input
+        and not (leaf and offloads)
+        and (offloads or not recomputed)
+        and (offloads or not _first_saves_it(question))
+    )
     return HeadPass(
         (*(one.line(SAVED, values) for one in (_IDS, *_given(x), *around.kept)), *tables, *leaf, *kept),
         (),
@@ -245,8 +250,8 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
         size = size * b  # each sequence has positions of its own
     lines = (Held(size, reason, source).line(SAVED, question.values),)
     cast = in_32_bits and question.x.casts_inputs and question.x.element != _FP32
-    gone = (copied or question.compute.offloaded) and not recomputed
-    return ((), lines) if cast or gone else (lines, ())
+    is_freed = (copied or question.compute.offloaded) and not recomputed
+    return ((), lines) if cast or is_freed else (lines, ())
 
 
 def _given(x: Widths) -> tuple[Held, ...]:

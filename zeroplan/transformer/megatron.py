@@ -167,26 +167,26 @@ def keeps_placeholders(recipe: RecipeSpec) -> bool:
 
 def drops_hidden(job: Job) -> bool:
     """Whether the embedding's and the blocks' outputs pass dropout, whose masks have one byte per element."""
-    said = job.recipe.megatron.hidden_dropout
-    return job.model.family in WITH_DROPOUT if said is None else said
+    option = job.recipe.megatron.hidden_dropout
+    return job.model.family in WITH_DROPOUT if option is None else option
 
 
 def drops_scores(job: Job) -> bool:
     """Whether attention's scores pass dropout."""
-    said = job.recipe.megatron.attention_dropout
-    return job.model.family in WITH_DROPOUT if said is None else said
+    option = job.recipe.megatron.attention_dropout
+    return job.model.family in WITH_DROPOUT if option is None else option
 
 
 def is_gated(job: Job) -> bool:
     """Whether MLPs and experts have a gate (``--swiglu``)."""
-    said = job.recipe.megatron.swiglu
-    return job.model.family not in UNGATED if said is None else said
+    option = job.recipe.megatron.swiglu
+    return job.model.family not in UNGATED if option is None else option
 
 
 def norms_heads(job: Job) -> bool:
     """Whether queries and keys are normalised over each head (``--qk-layernorm``)."""
-    said = job.recipe.megatron.qk_layernorm
-    return job.model.family in HEAD_NORMS if said is None else said
+    option = job.recipe.megatron.qk_layernorm
+    return job.model.family in HEAD_NORMS if option is None else option
 
 
 # --- the memory of a layer --------------------------------------------------------------------------------------------------
@@ -359,9 +359,9 @@ def _latent(model: ModelSpec) -> Literal["no", "plain", "compressed"]:
 def shared_width(job: Job) -> int:
     """Return the width of the shared expert, 0 without one. [features]"""
     model = job.model
-    said = job.recipe.megatron.moe_shared_expert_intermediate_size
-    if said is not None or model.moe is None:
-        return said or 0
+    option = job.recipe.megatron.moe_shared_expert_intermediate_size
+    if option is not None or model.moe is None:
+        return option or 0
     return model.moe.num_shared_experts * model.moe.moe_intermediate_size
 
 
@@ -461,8 +461,8 @@ def _symbols_of_mamba(job: Job, tokens: Int) -> tuple[Symbolic, ...]:
 
 def encoder_length(job: Job) -> Int:
     """Return the length of the sequences that T5's encoder reads. [tokens]"""
-    said = job.recipe.megatron.encoder_seq_length
-    return job.batch.seq_len if said is None else said
+    option = job.recipe.megatron.encoder_seq_length
+    return job.batch.seq_len if option is None else option
 
 
 def _symbols_of_t5(job: Job) -> tuple[Symbolic, ...]:
@@ -558,11 +558,11 @@ def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
     """Return moments of a backward without the tensors that are not recomputed yet."""
     for one in again:
         since = next((at for at, moment in enumerate(moments) if moment.name in one.operators), len(moments))
-        gone = [
+        freed = [
             moment._replace(stores=tuple([store for store in moment.stores if not store.reason.startswith(one.tensors)]))
             for moment in moments[:since]
         ]
-        moments = [*gone, *moments[since:]]
+        moments = [*freed, *moments[since:]]
     return moments
 
 

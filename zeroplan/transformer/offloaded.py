@@ -12,7 +12,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, is_input, 
 SAVED_ON_CPU = "torch 2.13, torch/autograd/graph.py, save_on_cpu"
 
 
-def input_away(block: BlockPass) -> BlockPass:
+def with_offloaded_input(block: BlockPass) -> BlockPass:
     """Return a recomputed block with its input in host memory.
 
     The input returns for the recomputation and is freed after it. If the block's first operator saves that tensor itself, the
@@ -25,7 +25,7 @@ def input_away(block: BlockPass) -> BlockPass:
         selective=without_input(block.selective),
         points=points,
         checkpoint_in_backward=without_input(block.checkpoint_in_backward),
-        away=tuple(filter(is_input, block.checkpoint)),
+        on_host=tuple(filter(is_input, block.checkpoint)),
     )
 
 

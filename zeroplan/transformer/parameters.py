@@ -106,8 +106,8 @@ def kinds_by_indexer(model: ModelSpec) -> tuple[str, ...]:
     if model.mla is None or model.mla.index_every == 1 or model.moe is None:
         return ()
     dense, every = model.moe.num_dense_layers, model.mla.index_every
-    turn = (HANDED, *(SHARED,) * (every - 2), "moe")
-    return tuple("dense" if layer < dense else turn[(layer - dense) % every] for layer in range(model.num_hidden_layers))
+    period = (HANDED, *(SHARED,) * (every - 2), "moe")
+    return tuple("dense" if layer < dense else period[(layer - dense) % every] for layer in range(model.num_hidden_layers))
 
 
 class OwnKeys(NamedTuple):

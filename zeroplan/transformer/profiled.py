@@ -10,8 +10,8 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, round_up
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.profile import Amount, Flash, Handed, Part, Point, Profile, ProfiledPass, Tensor, Variant
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HandedOn, HeadPass
+from zeroplan.spec.profile import Amount, Flash, GradientArrival, Part, Point, Profile, ProfiledPass, Tensor, Variant
+from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, GradientArrivals, HeadPass
 from zeroplan.transformer.families.tags import BLOCK_INPUT, FLASH_BACKWARD, FLASH_SCRATCH, SCRATCH
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, operator_of
 
@@ -258,26 +258,26 @@ class _Scale:
         )
         return BackwardPoint(point.name, lines, point.gradients, point.current, point.casts)
 
-    def handed(self, handed: tuple[Handed, ...], tensors: tuple[Tensor, ...]) -> tuple[HandedOn, ...]:
+    def handed(self, handed: tuple[GradientArrival, ...], tensors: tuple[Tensor, ...]) -> tuple[GradientArrivals, ...]:
         """Return the tensors alive when gradients reach their weights. A weight and its bias receive theirs together."""
         numel = {tensor.name: prod(tensor.shape) for tensor in tensors}
-        found, made = list[HandedOn](), 0
+        found, made = list[GradientArrivals](), 0
         for _, together in groupby(handed, key=lambda one: operator_of(one.name)):
             first, *others = together
             made += sum(numel[one.name] for one in (first, *others))
             saved = self.line(Kind.ACTIVATIONS, first.saved, "saved, not yet freed")
             working = self.line(Kind.ACTIVATION_GRADIENTS, first.working, "gradients of activations")
-            found.append(HandedOn(made, (saved, working)))
+            found.append(GradientArrivals(made, (saved, working)))
         return tuple(found)
 
     def _scratch(self, flash: Flash, compute: Compute) -> Line:
         filled = 32 if flash.head_dim <= 128 else 64
         row = 4 * flash.heads * (ceil_div(flash.head_dim, filled) * filled + 1)
         repeated = 0 if flash.heads == flash.kv_heads else 2 * compute.element_bytes * flash.heads * flash.head_dim
-        length, said = (flash.queries, str(flash.queries)) if flash.queries else (self._length, "s")
+        length, shown = (flash.queries, str(flash.queries)) if flash.queries else (self._length, "s")
         rows: Int = ceil_div(length, 128) * 128 * self._sequences
         n_bytes: Int = row * rows + repeated * self._sequences * length
-        formula = f"{row}·b·128·ceil({said}/128) + {repeated}·b·{said}"
+        formula = f"{row}·b·128·ceil({shown}/128) + {repeated}·b·{shown}"
         formula = formula if self._has_formulas else ""
         return Line(Kind.TEMPORARY, n_bytes, FLASH_SCRATCH, formula, FLASH_BACKWARD, SCRATCH)
 

@@ -45,14 +45,14 @@ def with_tower(text: Layout, model: ModelSpec) -> Layout:
     plain = not vision.runs_again_frozen if frozen else not vision.is_recomputed
     kinds = (VISION, vision.num_hidden_layers), (GATED_VISION, vision.global_layers)
     runs = tuple(
-        BlockRun(kind, layers, _trained_as_said(_block(vision, gated=kind == GATED_VISION), model, frozen=frozen), plain)
+        BlockRun(kind, layers, _frozen_or_adapted(_block(vision, gated=kind == GATED_VISION), model, frozen=frozen), plain)
         for kind, layers in kinds
         if layers and vision.has_blocks
     )
     return text._replace(embeddings=(*text.embeddings, *tower, *joining), runs=(*runs, *text.runs))
 
 
-def _trained_as_said(block: Parameters, model: ModelSpec, *, frozen: bool) -> Parameters:
+def _frozen_or_adapted(block: Parameters, model: ModelSpec, *, frozen: bool) -> Parameters:
     """Return a tower's block, frozen if so, with adapters where it has some."""
     if model.adapter is None or not model.adapts_tower:
         return _frozen_if(block, frozen)
@@ -448,8 +448,8 @@ def pixels(
 
         profile = profile_of(model)
         each, reason = profile.inputs, "the loop's inputs: pixels, spectrograms, or latents and embeddings, fp32"
-        of_modules, said = profile.attribute_bytes, "tensors that modules hold as attributes"
-        held = (Line(Kind.PARAMETERS, of_modules, said, str(of_modules), _FORWARD),) if of_modules else ()
+        of_modules, on_attributes = profile.attribute_bytes, "tensors that modules hold as attributes"
+        held = (Line(Kind.PARAMETERS, of_modules, on_attributes, str(of_modules), _FORWARD),) if of_modules else ()
     if not each:
         return held
     if vision is not None and vision.cross_layers and reason == _PIXELS:

@@ -48,7 +48,7 @@ def cause_of(error: BaseException) -> Cause:
         return "here"
     if _lacks_memory(error):
         return "memory"
-    if _passes_through_users_code(error):
+    if _is_users_code(error):
         return "workload"
     return "machine" if _lacks_a_disk(error) else "engine"
 
@@ -118,7 +118,7 @@ def hint(text: str, instead: str) -> str:
     return next((advice.format(instead=instead) for name, advice in _ONLY_FAKE.items() if name in text), "")
 
 
-def _passes_through_users_code(error: BaseException) -> bool:
+def _is_users_code(error: BaseException) -> bool:
     """Whether a frame of the traceback, or the file of a syntax error, belongs to no library."""
     if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
         return True

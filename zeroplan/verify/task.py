@@ -61,9 +61,9 @@ def refuse_unrunnable(job: JobSpec) -> None:
     for what, name in _not_run(job):
         if what:
             raise SpecError(f"{name} is estimated from its source and cannot be run here; leave it out")
-    asked, here = job.recipe.transformers, _installed_transformers()
-    if asked is not None and here is not None and release_of(asked) != release_of(here):
-        raise SpecError(f"transformers={asked!r} cannot run here: {here} is installed; install that release, or leave it out")
+    wanted, here = job.recipe.transformers, _installed_transformers()
+    if wanted is not None and here is not None and release_of(wanted) != release_of(here):
+        raise SpecError(f"transformers={wanted!r} cannot run here: {here} is installed; install that release, or leave it out")
 
 
 def refuse_not_local(job: JobSpec) -> None:

@@ -4,8 +4,8 @@ The phases of a loop run one after another on the same GPU. Training is an ordin
 stay on the GPU beside it. Names and defaults are those of TRL 1.16.
 """
 
-from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.loop import loop_of, loop_of_file
+from zeroplan.workflow.options import WORKFLOWS, WorkflowOptions
 from zeroplan.workflow.phases import Loop, LoopPhase
 
-__all__ = ["WORKFLOWS", "Asked", "Loop", "LoopPhase", "loop_of", "loop_of_file"]
+__all__ = ["WORKFLOWS", "Loop", "LoopPhase", "WorkflowOptions", "loop_of", "loop_of_file"]

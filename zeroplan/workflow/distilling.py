@@ -19,8 +19,8 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import WITH_TEACHERS_LOGITS, DeepSpeedOptions
 from zeroplan.transformer.params import parameter_count
 from zeroplan.transformer.vision import weights_alone
-from zeroplan.workflow.asked import Asked
 from zeroplan.workflow.forward import held_after_forward
+from zeroplan.workflow.options import WorkflowOptions
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
 from zeroplan.workflow.preference import training
 from zeroplan.workflow.reference import Reference, bytes_of_a_logit, reference_of
@@ -65,24 +65,24 @@ def teacher_of(job: JobSpec, name: str | None) -> Teacher:
     return Teacher(reference_of(theirs, "teacher", head=False), tuple(_read(theirs, job)), parameter_count(teacher))
 
 
-def scorer_of(job: JobSpec, asked: Asked) -> Teacher | None:
+def scorer_of(job: JobSpec, options: WorkflowOptions) -> Teacher | None:
     """Return the teacher that scores the rollouts of ms-swift's GRPO with the logits of all tokens; None without one. [bytes]
 
     Source: ms-swift 3602360a, rlhf_trainers/grpo_trainer.py, _compute_teacher_logps, and rollout_mixin.py, _setup_teacher. With
     adapters and the same model it is the trained model without them. DeepSpeed's stage 3 shards it; with other engines every
     rank holds it whole. Of its vision tower the weights count.
     """
-    if asked.scored_by is None:
+    if options.scored_by is None:
         return None
-    teacher, recipe, mesh, each = find_model(asked.scored_by), job.recipe, job.mesh, bytes_of_a_logit(asked.workflow)
+    teacher, recipe, mesh, each = find_model(options.scored_by), job.recipe, job.mesh, bytes_of_a_logit(options.workflow)
     if job.model.adapter is not None and teacher.name == job.model.name:
         return Teacher(reference_of(job, "teacher", all_logits=each), (), 0)
-    if (tower := tower_beside(asked.scored_by)) is not None:
+    if (tower := tower_beside(options.scored_by)) is not None:
         teacher = replace(teacher, vision=replace(weights_alone(tower), freeze_tower=True))
     if recipe.engine != "deepspeed":
         recipe, mesh = replace(recipe, engine="ddp", zero_stage=0), MeshSpec()
-    elif asked.stage_of_teacher is not None:
-        recipe = replace(recipe, zero_stage=asked.stage_of_teacher, deepspeed=DeepSpeedOptions())
+    elif options.stage_of_teacher is not None:
+        recipe = replace(recipe, zero_stage=options.stage_of_teacher, deepspeed=DeepSpeedOptions())
     theirs = replace(job, model=teacher, recipe=recipe, mesh=mesh)
     return Teacher(reference_of(theirs, "teacher", all_logits=each), (), parameter_count(teacher))
 

@@ -39,14 +39,14 @@ def loading(answer: Estimate, reference: tuple[Line, ...], *, efficient: bool) -
         lines = (*reference, _whole(answer, answer.parameters, "reference model"))
         return LoopPhase("loading", "the reference model becomes one unit of FSDP2", lines, DRY_RUN)
     if efficient and answer.job.recipe.engine == "fsdp2" and answer.job.mesh.dp_shard > 1:
-        return LoopPhase("loading", "a tensor is handed out", (*reference, *_handed_out(answer)), DRY_RUN)
+        return LoopPhase("loading", "a tensor is handed out", (*reference, *_broadcast_peak(answer)), DRY_RUN)
     if answer.job.recipe.engine.startswith("fsdp") and answer.job.mesh.dp_shard > 1:
         lines = (*reference, *peak, *_largest_unit(answer))
         return LoopPhase("loading", "the largest unit is cut", lines, DRY_RUN)
     return LoopPhase("loading", "model and optimizer are built", (*reference, *peak), DRY_RUN)
 
 
-def _handed_out(answer: Estimate) -> tuple[Line, ...]:
+def _broadcast_peak(answer: Estimate) -> tuple[Line, ...]:
     """The peak of the broadcast: one whole tensor, and the shards received so far."""
     width, ranks = widths(answer.job.recipe.precision).stored, answer.job.mesh.dp_shard
     sizes = [one.numel for one in _tensors(answer.job)]
@@ -92,16 +92,16 @@ def host(answer: Estimate, *, beside: int, efficient: bool, full: bool) -> Itera
     [bytes]
     """
     job, here = answer.job, answer.ranks_per_node or answer.job.mesh.world_size
-    width, said = widths(job.recipe.precision).stored, " of both models" if beside else ""
+    width, of_both = widths(job.recipe.precision).stored, " of both models" if beside else ""
     each = answer.parameters + beside
     if job.recipe.engine == "deepspeed" and job.recipe.zero_stage == 3:
         yield HostUse(
-            "loading", each * widths(job.recipe.precision).compute, 1, f"the checkpoint{said}, in rank 0 alone", ZERO3
+            "loading", each * widths(job.recipe.precision).compute, 1, f"the checkpoint{of_both}, in rank 0 alone", ZERO3
         )
     elif efficient and job.recipe.engine.startswith("fsdp"):
-        yield HostUse("loading", each * width, 1, f"all weights{said}, in one process of the node", IN_ONE)
+        yield HostUse("loading", each * width, 1, f"all weights{of_both}, in one process of the node", IN_ONE)
     else:
-        yield HostUse("loading", each * width, here, f"all weights{said}, in every process", LOADED, ON_A_CPU)
+        yield HostUse("loading", each * width, here, f"all weights{of_both}, in every process", LOADED, ON_A_CPU)
     if not _is_sharded(job):
         return
     if full:

@@ -9,11 +9,11 @@ from zeroplan.estimator import Estimate, estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.workflow import distilling, preference, verl
-from zeroplan.workflow.asked import OPTIONS, WORKFLOWS, Asked
 from zeroplan.workflow.distilling import Teacher, scorer_of, teacher_of
 from zeroplan.workflow.forward import without_gradients
 from zeroplan.workflow.generating import generation
 from zeroplan.workflow.loading import host, loading, saving
+from zeroplan.workflow.options import OPTIONS, WORKFLOWS, WorkflowOptions
 from zeroplan.workflow.phases import DRY_RUN, Loop, LoopPhase, renamed
 from zeroplan.workflow.reference import Reference, bytes_of_a_logit, reference_of
 from zeroplan.workflow.rollout import BLOCK_TOKENS, Rollout, asleep, buffered, rollout_of, synchronisation
@@ -35,60 +35,60 @@ class _Parts(NamedTuple):
     """A teacher that scores rollouts beside the reference model."""
 
 
-def loop_of(job: JobSpec, asked: Asked) -> Loop:
+def loop_of(job: JobSpec, options: WorkflowOptions) -> Loop:
     """Return the phases of a workflow with this job as its training step. [bytes]
 
     Raises :class:`~zeroplan.errors.SpecError` for an engine or parallelism that TRL's trainers do not support, and for impossible
     numbers.
     """
-    return loop_of_step(step_of(job, asked), asked)
+    return loop_of_step(step_of(job, options), options)
 
 
-def step_of(job: JobSpec, asked: Asked) -> JobSpec:
+def step_of(job: JobSpec, options: WorkflowOptions) -> JobSpec:
     """Return the training step that the workflow's trainer makes of a job: its loss, and two sequences of a pair.
 
     Raises what :func:`loop_of` raises.
     """
-    _check(job, asked)
-    return (verl.trained_job if asked.workflow == "ppo" else preference.trained_job)(job, asked)
+    _check(job, options)
+    return (verl.trained_job if options.workflow == "ppo" else preference.trained_job)(job, options)
 
 
-def loop_of_step(job: JobSpec, asked: Asked) -> Loop:
+def loop_of_step(job: JobSpec, options: WorkflowOptions) -> Loop:
     """Return the phases of a workflow with exactly this training step, as another program's file describes it. [bytes]
 
     Raises what :func:`loop_of` raises.
     """
-    _check(job, asked)
-    if job.recipe.engine == "megatron" and (asked.workflow != "ppo" or asked.critic_ways is not None):
-        return _of_megatron(job, asked)
-    if asked.workflow == "ppo":
-        return _of_verl(job, asked)
+    _check(job, options)
+    if job.recipe.engine == "megatron" and (options.workflow != "ppo" or options.critic_ways is not None):
+        return _of_megatron(job, options)
+    if options.workflow == "ppo":
+        return _of_verl(job, options)
     answer = estimate(job)
-    kind = WORKFLOWS[asked.workflow]
-    compares = kind.compares or bool(asked.beta)
-    teacher = teacher_of(answer.job, asked.teacher_model) if kind.log_probs == "divergence" else None
-    each = bytes_of_a_logit(asked.workflow) if asked.full_logits else 0
+    kind = WORKFLOWS[options.workflow]
+    compares = kind.compares or bool(options.beta)
+    teacher = teacher_of(answer.job, options.teacher_model) if kind.log_probs == "divergence" else None
+    each = bytes_of_a_logit(options.workflow) if options.full_logits else 0
     reference = reference_of(answer.job, all_logits=each) if compares else teacher and teacher.model
-    rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
-    parts = _Parts(answer, reference, rollout, teacher, scorer_of(answer.job, asked))
-    resident = _resident(parts, asked)
-    made = _of_rollouts(parts, asked, resident) if kind.generates else preference.phases(answer, reference, asked)
-    copy = _copy_at_first(reference, asked, answer)
+    rollout = rollout_of(job, options, answer.parameters) if _generates_here(options) else None
+    parts = _Parts(answer, reference, rollout, teacher, scorer_of(answer.job, options))
+    resident = _resident(parts, options)
+    made = _of_rollouts(parts, options, resident) if kind.generates else preference.phases(answer, reference, options)
+    copy = _copy_at_first(reference, options, answer)
     beside = 0 if not copy else answer.parameters if teacher is None else teacher.parameters
     if parts.scorer is not None:
         copy, beside = (*copy, *parts.scorer.model.resident), beside + parts.scorer.parameters
-    full, efficient = bool(asked.full_state_dict), bool(asked.fsdp_cpu_ram_efficient_loading)
+    full, efficient = bool(options.full_state_dict), bool(options.fsdp_cpu_ram_efficient_loading)
     stays = () if rollout is None else rollout.while_training
     first = loading(answer, copy, efficient=efficient)
     if kind.generates:  # vLLM starts before the reference model is sharded, and then sleeps if sleep mode is on
         first = first._replace(lines=(*first.lines, *stays), compared_with="")
-    synced = _sync(answer, (*resident, *stays)) if asked.sync_ref_model else ()
+    synced = _sync(answer, (*resident, *stays)) if options.sync_ref_model else ()
     phases = (first, *made, *synced, saving(answer, (*resident, *stays), full=full))
-    if not _ran(job, asked, rollout):
+    if not _ran(job, options, rollout):
         phases = tuple(one._replace(compared_with="") for one in phases)
-    away = () if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)
-    memory = (*host(answer, beside=beside, efficient=efficient, full=full), *away)
-    return Loop(asked.workflow, answer, phases, resident, memory, tuple(_notes(parts, asked)))
+    sleeping = () if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)
+    memory = (*host(answer, beside=beside, efficient=efficient, full=full), *sleeping)
+    return Loop(options.workflow, answer, phases, resident, memory, tuple(_notes(parts, options)))
 
 
 def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
@@ -96,10 +96,10 @@ def loop_of_file(job: JobSpec, said: Mapping[str, object]) -> Loop:
 
     ``said``: :attr:`zeroplan.resolve.Resolved.loop`. Raises what :func:`loop_of` raises.
     """
-    return loop_of_step(job, Asked(**{name: value for name, value in said.items() if name != "alone"}))  # type: ignore[arg-type]
+    return loop_of_step(job, WorkflowOptions(**{name: value for name, value in said.items() if name != "alone"}))  # type: ignore[arg-type]
 
 
-def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
+def _of_megatron(job: JobSpec, options: WorkflowOptions) -> Loop:
     """The loop of ms-swift's and verl's trainers on Megatron-Core.
 
     Every rank holds the reference model's share in 16 bits: ms-swift's always (megatron/trainers/rlhf_mixin.py,
@@ -108,76 +108,76 @@ def _of_megatron(job: JobSpec, asked: Asked) -> Loop:
     """
     answer = estimate(job)
     weights = tuple(line for line in answer.states if line.kind is Kind.PARAMETERS)
-    kept = WORKFLOWS[asked.workflow].compares or asked.keeps_reference
-    critic, copy = verl.critic_on_megatron(job, asked), _beside_on_megatron(job, asked, weights if kept else ())
+    kept = WORKFLOWS[options.workflow].compares or options.keeps_reference
+    critic, copy = verl.critic_on_megatron(job, options), _beside_on_megatron(job, options, weights if kept else ())
     of_critic = () if critic is None else tuple(line._replace(reason=f"critic: {line.reason}") for line in critic.held)
-    others = (*copy, *(of_critic if asked.critic_stays else ()))
-    rollout = rollout_of(job, asked, answer.parameters) if _generates_here(asked) else None
+    others = (*copy, *(of_critic if options.critic_stays else ()))
+    rollout = rollout_of(job, options, answer.parameters) if _generates_here(options) else None
     resident, stays = (*others, *answer.held, *answer.workspaces), () if rollout is None else rollout.while_training
     made = [loading(answer, others, efficient=False)]
-    between = () if asked.offloads_between_updates else answer.held
+    between = () if options.offloads_between_updates else answer.held
     if rollout is not None:
         here = (*others, *between, *answer.workspaces)
-        made += [synchronisation(answer, (*here, *(weights if asked.offloads_between_updates else ())), rollout)]
+        made += [synchronisation(answer, (*here, *(weights if options.offloads_between_updates else ())), rollout)]
         made += [LoopPhase("rollout", "vLLM generates", (*here, *rollout.awake))]
     if critic is not None:
         made += [preference.training(critic, (*copy, *between, *stays))._replace(name="update of the critic")]
-    batch_line = [_buffered(job, asked, compares=True)] if WORKFLOWS[asked.workflow].generates else []
+    batch_line = [_buffered(job, options, compares=True)] if WORKFLOWS[options.workflow].generates else []
     made += [preference.training(answer, (*others, *stays, *batch_line)), saving(answer, (*resident, *stays), full=False)]
-    made = list(verl.with_rewards(tuple(made))) if asked.reward_engine else made
+    made = list(verl.with_rewards(tuple(made))) if options.reward_engine else made
     phases = tuple(one._replace(compared_with="") for one in made)
     beside = answer.parameters * kept + (0 if critic is None else critic.parameters)
     memory = (*host(answer, beside=beside, efficient=False, full=False),
               *(() if rollout is None else asleep(rollout, answer.ranks_per_node or job.mesh.world_size)))  # fmt: skip
     notes = ("ms-swift's and verl's trainers on Megatron-Core, read and not run.",
-             *(() if rollout is None else _of_the_engine(rollout, answer.job, asked)))  # fmt: skip
-    return Loop(asked.workflow, answer, phases, resident, memory, notes)
+             *(() if rollout is None else _of_the_engine(rollout, answer.job, options)))  # fmt: skip
+    return Loop(options.workflow, answer, phases, resident, memory, notes)
 
 
-def _beside_on_megatron(job: JobSpec, asked: Asked, weights: tuple[Line, ...]) -> tuple[Line, ...]:
+def _beside_on_megatron(job: JobSpec, options: WorkflowOptions, weights: tuple[Line, ...]) -> tuple[Line, ...]:
     """Return the reference model's weights, and with pipelines what waits for its layers beside the trained model's. [bytes]"""
     copy = tuple(line._replace(reason=f"reference model: {line.reason}") for line in weights)
-    if job.mesh.pp == 1 or _generates(asked):
+    if job.mesh.pp == 1 or _generates(options):
         return copy
     if (job.recipe.pipeline_stages_per_rank or 1) > 1:  # outputs of all models travel and wait together
-        raise SpecError(f"workflow {asked.workflow} with several pipeline stages on a rank is not modelled; use one")
-    width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if asked.workflow == "kto" else 1
+        raise SpecError(f"workflow {options.workflow} with several pipeline stages on a rank is not modelled; use one")
+    width, batch, others = widths(job.recipe.precision).compute, job.batch, 3 if options.workflow == "kto" else 1
     each = width * batch.micro_batch_size * batch.seq_len * job.model.hidden_size // job.mesh.cp
     reason = "inputs of the other models' layers, received with the trained model's"
     return (*copy, Line(Kind.ACTIVATIONS, (job.mesh.pp - 1) * others * each, reason, "", _TOGETHER))
 
 
-def _generates(asked: Asked) -> bool:
-    return WORKFLOWS[asked.workflow].generates or asked.workflow == "ppo"
+def _generates(options: WorkflowOptions) -> bool:
+    return WORKFLOWS[options.workflow].generates or options.workflow == "ppo"
 
 
-def _generates_here(asked: Asked) -> bool:
-    return _generates(asked) and asked.vllm_mode != "server" and not asked.by_transformers
+def _generates_here(options: WorkflowOptions) -> bool:
+    return _generates(options) and options.vllm_mode != "server" and not options.by_transformers
 
 
 _TOGETHER = "ms-swift 3602360a, megatron/trainers/dpo_trainer.py and kto_trainer.py, forward_step"
 
 
-def _of_verl(job: JobSpec, asked: Asked) -> Loop:
+def _of_verl(job: JobSpec, options: WorkflowOptions) -> Loop:
     """The loop of verl's PPO; its training step is the actor's."""
     if not job.recipe.engine.startswith("fsdp") or job.mesh.dp_shard == 1:
         raise SpecError("workflow ppo models verl's FSDP workers; use --engine fsdp2 or fsdp1 on several GPUs")
-    models = verl.trained(job, asked)
-    answer, full = models[0].answer, bool(asked.full_state_dict)
-    rollout = rollout_of(job, asked, answer.parameters)
+    models = verl.trained(job, options)
+    answer, full = models[0].answer, bool(options.full_state_dict)
+    rollout = rollout_of(job, options, answer.parameters)
     stays = (*(line for one in models for line in one.stays), *answer.workspaces, *rollout.while_training)
-    others = sum(one.answer.parameters for one in models[1:]) + verl.has_reference(job, asked) * answer.parameters
-    efficient = bool(asked.fsdp_cpu_ram_efficient_loading)
+    others = sum(one.answer.parameters for one in models[1:]) + verl.has_reference(job, options) * answer.parameters
+    efficient = bool(options.fsdp_cpu_ram_efficient_loading)
     first = loading(models[-1].answer, (), efficient=efficient)
     actor = tuple(line for line in answer.held if line.kind is Kind.PARAMETERS)
     first = first._replace(lines=(*actor, *first.lines) if len(models) > 1 else first.lines)
-    made = (first, *verl.phases(models, asked, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
-    if asked.reward_engine:
+    made = (first, *verl.phases(models, options, rollout), saving(answer, (*stays, *models[0].comes_back), full=full))
+    if options.reward_engine:
         made = verl.with_rewards(made)
     here = answer.ranks_per_node or job.mesh.world_size
     memory = [*host(answer, beside=others, efficient=efficient, full=full), *asleep(rollout, here)]
     reference = [models[0]._replace(name="reference model", offloaded=frozenset({Kind.PARAMETERS}))] * verl.has_reference(
-        job, asked
+        job, options
     )
     memory += [use for one in (*models, *reference) for use in one.host(here)]
     notes = (
@@ -186,29 +186,29 @@ def _of_verl(job: JobSpec, asked: Asked) -> Loop:
             "A reward model of verl's is an engine of its own. Asleep on the same GPUs it is counted as vLLM asleep; while it "
             "scores, it takes its share of the GPU, and that phase is not counted."
         ),
-        *_of_the_engine(rollout, answer.job, asked),
+        *_of_the_engine(rollout, answer.job, options),
     )
     phases = tuple(one._replace(compared_with="") for one in made)
-    return Loop(asked.workflow, answer, phases, stays, tuple(memory), notes)
+    return Loop(options.workflow, answer, phases, stays, tuple(memory), notes)
 
 
-def _ran(job: JobSpec, asked: Asked, rollout: Rollout | None) -> bool:
+def _ran(job: JobSpec, options: WorkflowOptions, rollout: Rollout | None) -> bool:
     """Whether TRL's trainer ran in a dry run with this engine and stage; it never ran beside vLLM."""
     recipe = job.recipe
     where = "one GPU" if job.mesh.world_size == 1 else f"{recipe.engine} {recipe.zero_stage}"
-    return rollout is None and where in WORKFLOWS[asked.workflow].ran
+    return rollout is None and where in WORKFLOWS[options.workflow].ran
 
 
-def _resident(parts: _Parts, asked: Asked) -> tuple[Line, ...]:
+def _resident(parts: _Parts, options: WorkflowOptions) -> tuple[Line, ...]:
     """The lines that stay on the GPU between phases."""
-    copy = () if parts.reference is None or asked.precompute_ref_log_probs else parts.reference.resident
+    copy = () if parts.reference is None or options.precompute_ref_log_probs else parts.reference.resident
     scorer = () if parts.scorer is None else parts.scorer.model.resident
     return (*copy, *scorer, *parts.answer.held, *parts.answer.workspaces)
 
 
-def _copy_at_first(reference: Reference | None, asked: Asked, answer: Estimate) -> tuple[Line, ...]:
+def _copy_at_first(reference: Reference | None, options: WorkflowOptions, answer: Estimate) -> tuple[Line, ...]:
     """The reference model's copy at the start; with precomputed log-probabilities only FSDP needs one."""
-    if reference is None or (asked.precompute_ref_log_probs and not answer.job.recipe.engine.startswith("fsdp")):
+    if reference is None or (options.precompute_ref_log_probs and not answer.job.recipe.engine.startswith("fsdp")):
         return ()
     return tuple(line for line in reference.resident if line.kind is Kind.PARAMETERS)
 
@@ -233,16 +233,16 @@ def _sync(answer: Estimate, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
 _SYNCED = "trl 1.16, trainer/callbacks.py, SyncRefModelCallback.sync_target_model"
 
 
-def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
+def _of_rollouts(parts: _Parts, options: WorkflowOptions, resident: tuple[Line, ...]) -> Iterator[LoopPhase]:
     """Yield the phases in order: weights go to vLLM, which generates; models score; the model trains."""
     answer, reference, rollout, teacher, scorer = parts
-    batch = _buffered(answer.job, asked, compares=reference is not None and teacher is None)
+    batch = _buffered(answer.job, options, compares=reference is not None and teacher is None)
     stays = () if rollout is None else rollout.while_training
     if rollout is not None:
         yield synchronisation(answer, resident, rollout)
         yield LoopPhase("rollout", "vLLM generates", (*resident, *rollout.awake))
-    elif asked.by_transformers:
-        yield generation(answer, preference.prompt_len(answer.job, asked), _rows(answer.job, asked), resident)
+    elif options.by_transformers:
+        yield generation(answer, preference.prompt_len(answer.job, options), _rows(answer.job, options), resident)
     if teacher is not None:
         yield from distilling.phases(answer, teacher, (*stays, batch))
         return
@@ -261,19 +261,19 @@ def _of_rollouts(parts: _Parts, asked: Asked, resident: tuple[Line, ...]) -> Ite
     yield preference.training(answer, (*copies, *stays, batch))
 
 
-def _rows(job: JobSpec, asked: Asked) -> int:
+def _rows(job: JobSpec, options: WorkflowOptions) -> int:
     """Return the sequences that a rank generates at once: those of all micro-batches until the next rollout."""
-    return (asked.steps_per_generation or job.batch.grad_accum_steps) * job.batch.micro_batch_size
+    return (options.steps_per_generation or job.batch.grad_accum_steps) * job.batch.micro_batch_size
 
 
-def _buffered(job: JobSpec, asked: Asked, *, compares: bool) -> Line:
-    steps, prompt = asked.steps_per_generation or job.batch.grad_accum_steps, preference.prompt_len(job, asked)
-    return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares if asked.workflow == "grpo" else 0)
+def _buffered(job: JobSpec, options: WorkflowOptions, *, compares: bool) -> Line:
+    steps, prompt = options.steps_per_generation or job.batch.grad_accum_steps, preference.prompt_len(job, options)
+    return buffered(job, prompt, job.batch.seq_len - prompt, steps, scored=3 + compares if options.workflow == "grpo" else 0)
 
 
-def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
+def _notes(parts: _Parts, options: WorkflowOptions) -> Iterator[str]:
     yield "TRL 1.16 on accelerate 1.15."
-    if parts.answer.job.recipe.prompt_len == 1 and asked.workflow in OPTIONS["max_completion_length"].of:
+    if parts.answer.job.recipe.prompt_len == 1 and options.workflow in OPTIONS["max_completion_length"].of:
         yield "zeroplan assumes that all tokens but the first are scored. If prompts are not, set --max-completion-length."
     if widths(parts.answer.job.recipe.precision).stored == 2:
         yield "A checkpoint in 16 bits is mapped: all processes of a node share its pages until they write to them."
@@ -282,14 +282,14 @@ def _notes(parts: _Parts, asked: Asked) -> Iterator[str]:
     if parts.teacher is not None and parts.answer.job.recipe.precision == "fp32":
         yield "The loss calls the student past accelerate's autocast, so that without FSDP or DeepSpeed it computes in fp32."
     if parts.rollout is not None:
-        yield from _of_the_engine(parts.rollout, parts.answer.job, asked)
-    if asked.workflow == "grpo":
+        yield from _of_the_engine(parts.rollout, parts.answer.job, options)
+    if options.workflow == "grpo":
         yield "Reward functions take no GPU memory here. A reward model is one more copy of its weights in every phase."
 
 
-def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str]:
-    sequences = job.batch.micro_batch_size * (asked.steps_per_generation or job.batch.grad_accum_steps)
-    sequences *= asked.split
+def _of_the_engine(rollout: Rollout, job: JobSpec, options: WorkflowOptions) -> Iterator[str]:
+    sequences = job.batch.micro_batch_size * (options.steps_per_generation or job.batch.grad_accum_steps)
+    sequences *= options.split
     needed = sequences * -(-job.batch.seq_len // BLOCK_TOKENS)
     yield (
         f"vLLM's KV cache: at most {rollout.blocks:,} blocks of {BLOCK_TOKENS} tokens, {rollout.block_bytes:,} bytes each; the "
@@ -304,9 +304,9 @@ def _of_the_engine(rollout: Rollout, job: JobSpec, asked: Asked) -> Iterator[str
         )
 
 
-def _check(job: JobSpec, asked: Asked) -> None:
+def _check(job: JobSpec, options: WorkflowOptions) -> None:
     recipe, mesh = job.recipe, job.mesh
-    on_megatron = recipe.engine == "megatron" and (bool(asked.full_logits) or asked.critic_ways is not None)  # a file's
+    on_megatron = recipe.engine == "megatron" and (bool(options.full_logits) or options.critic_ways is not None)  # a file's
     for refused, instead in (
         (recipe.engine not in _ENGINES and not on_megatron and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
         (
@@ -316,14 +316,14 @@ def _check(job: JobSpec, asked: Asked) -> None:
         (job.model.profile is not None and "a profile", "a model of a known family"),
     ):
         if refused:
-            raise SpecError(f"workflow {asked.workflow} with {refused} is not modelled; use {instead}")
-    if asked.workflow == "grpo" and not on_megatron:  # whose programs count a step's rollouts in their own ways
-        _check_rollout(job, asked)
+            raise SpecError(f"workflow {options.workflow} with {refused} is not modelled; use {instead}")
+    if options.workflow == "grpo" and not on_megatron:  # whose programs count a step's rollouts in their own ways
+        _check_rollout(job, options)
 
 
-def _check_rollout(job: JobSpec, asked: Asked) -> None:
+def _check_rollout(job: JobSpec, options: WorkflowOptions) -> None:
     batch = job.batch
-    steps, generations = asked.steps_per_generation or batch.grad_accum_steps, asked.num_generations or GENERATIONS
+    steps, generations = options.steps_per_generation or batch.grad_accum_steps, options.num_generations or GENERATIONS
     generated = batch.micro_batch_size * job.mesh.world_size * steps
     if generated % generations:
         raise SpecError(

@@ -10,21 +10,21 @@ from zeroplan.resolve import COMPLETION
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import as_scorer
 from zeroplan.spec.recipe import WITH_TEACHERS_LOGITS, Loss
-from zeroplan.workflow.asked import WORKFLOWS, Asked
 from zeroplan.workflow.forward import held_after_forward
+from zeroplan.workflow.options import WORKFLOWS, WorkflowOptions
 from zeroplan.workflow.phases import DRY_RUN, LoopPhase
 from zeroplan.workflow.reference import Reference
 
 
-def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
+def trained_job(job: JobSpec, options: WorkflowOptions) -> JobSpec:
     """Return the job of the training step: with TRL's loss, and two sequences per example for pairs."""
-    kind = WORKFLOWS[asked.workflow]
-    model, loss = job.model, _loss(job, asked)
+    kind = WORKFLOWS[options.workflow]
+    model, loss = job.model, _loss(job, options)
     kept = job.recipe.keep_logits if loss == "full" else False  # in tiles, logits are never whole
     own = job.recipe.log_probs if job.recipe.log_probs in WITH_TEACHERS_LOGITS else kind.log_probs
     if own == "pairs" and job.recipe.engine in ("fsdp2", "deepspeed"):  # accelerate leaves their outputs in 16 bits
         own = "pairs in 16 bits"
-    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, asked), log_probs=own, keep_logits=kept)
+    recipe = replace(job.recipe, loss=loss, prompt_len=prompt_len(job, options), log_probs=own, keep_logits=kept)
     if (
         kind.log_probs == "divergence" and recipe.engine == "ddp" and recipe.precision != "bf16"
     ):  # the loss calls the student's forward outside autocast
@@ -37,21 +37,23 @@ def trained_job(job: JobSpec, asked: Asked) -> JobSpec:
     return replace(job, model=model, recipe=recipe, batch=batch)
 
 
-def _loss(job: JobSpec, asked: Asked) -> Loss:
+def _loss(job: JobSpec, options: WorkflowOptions) -> Loss:
     """Return the loss of the training step; raises SpecError for a job's loss that the trainer does not have."""
-    usual, said = WORKFLOWS[asked.workflow].loss, job.recipe.loss
-    if asked.full_logits:
+    usual, loss = WORKFLOWS[options.workflow].loss, job.recipe.loss
+    if options.full_logits:
         return "full"
-    if said in ("full", usual):
+    if loss in ("full", usual):
         return usual
-    if asked.workflow == "sft":
-        return said
-    raise SpecError(f"--loss {said}: the loss of workflow {asked.workflow} is {usual}; leave --loss out")
+    if options.workflow == "sft":
+        return loss
+    raise SpecError(f"--loss {loss}: the loss of workflow {options.workflow} is {usual}; leave --loss out")
 
 
-def prompt_len(job: JobSpec, asked: Asked) -> int:
+def prompt_len(job: JobSpec, options: WorkflowOptions) -> int:
     """Return the number of tokens that are not scored; by default only the first token of a sequence is not. [tokens]"""
-    completion = asked.max_completion_length or (COMPLETION if WORKFLOWS[asked.workflow].generates else job.batch.seq_len - 1)
+    completion = options.max_completion_length or (
+        COMPLETION if WORKFLOWS[options.workflow].generates else job.batch.seq_len - 1
+    )
     if completion >= job.batch.seq_len:
         raise SpecError(
             f"--max-completion-length {completion:,} leaves no prompt in --seq-len {job.batch.seq_len:,}, which is both; use a "
@@ -60,13 +62,13 @@ def prompt_len(job: JobSpec, asked: Asked) -> int:
     return job.batch.seq_len - completion
 
 
-def phases(answer: Estimate, reference: Reference | None, asked: Asked) -> Iterator[LoopPhase]:
+def phases(answer: Estimate, reference: Reference | None, options: WorkflowOptions) -> Iterator[LoopPhase]:
     """Yield the phases in order, without loading and saving. [bytes]"""
     if reference is None:
         yield training(answer, ())
         return
     scoring = f"reference: {reference.forward.moment}"
-    if asked.precompute_ref_log_probs:
+    if options.precompute_ref_log_probs:
         before = (*_alone(answer, reference), *answer.workspaces)
         yield LoopPhase("reference log-probabilities, once", scoring, (*before, *reference.forward.lines), DRY_RUN)
         yield training(answer, ())

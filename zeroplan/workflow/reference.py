@@ -13,8 +13,8 @@ from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.params import layout
-from zeroplan.workflow.asked import Name
 from zeroplan.workflow.forward import Forward, without_gradients
+from zeroplan.workflow.options import Name
 from zeroplan.workflow.phases import renamed
 
 ALL_LOGITS = (

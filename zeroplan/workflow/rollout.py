@@ -17,7 +17,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout
 from zeroplan.units import GIB
-from zeroplan.workflow.asked import Asked, flag_of
+from zeroplan.workflow.options import WorkflowOptions, flag_of
 from zeroplan.workflow.phases import HostUse, LoopPhase
 
 SHARE = "vllm 0.33, v1/worker/utils.py, request_memory"
@@ -79,24 +79,24 @@ class Rollout(NamedTuple):
         return (self.weights, STILL_THERE) if self.sleeps else self.awake
 
 
-def rollout_of(job: JobSpec, asked: Asked, parameters: int) -> Rollout:
+def rollout_of(job: JobSpec, options: WorkflowOptions, parameters: int) -> Rollout:
     """Return the vLLM engine of a workflow; raises SpecError if its share has no room for a KV cache. [bytes]"""
-    gpu, split = job.cluster.gpu, asked.split
+    gpu, split = job.cluster.gpu, options.split
     of_share, of_split = (
-        flag_of(f"vllm_{name}", asked.workflow) for name in ("gpu_memory_utilization", "tensor_parallel_size")
+        flag_of(f"vllm_{name}", options.workflow) for name in ("gpu_memory_utilization", "tensor_parallel_size")
     )
     if gpu is None:
         raise SpecError("vLLM takes a share of a GPU, and none is named; add --gpu NAME (`zeroplan gpus` lists them)")
     if job.mesh.world_size % split:
         raise SpecError(f"{of_split} {split} does not divide {job.mesh.world_size} GPUs; use a divisor")
-    share, weights = math.ceil(int(gpu.memory_bytes.value) * asked.share), -(-WIDTH * parameters // split)
+    share, weights = math.ceil(int(gpu.memory_bytes.value) * options.share), -(-WIDTH * parameters // split)
     block = block_bytes(job.model, split)
     if share < weights + block:
         raise SpecError(
-            f"{of_share} {asked.share:g} is {share:,} bytes, and vLLM's weights are {weights:,}: no room for a KV cache; use a "
+            f"{of_share} {options.share:g} is {share:,} bytes, and vLLM's weights are {weights:,}: no room for a KV cache; use a "
             f"larger share, or a larger {of_split}"
         )
-    return Rollout(share, weights, block, (share - weights) // block, asked.sleeps, asked.vllm_sleep_level or 2)
+    return Rollout(share, weights, block, (share - weights) // block, options.sleeps, options.vllm_sleep_level or 2)
 
 
 def block_bytes(model: ModelSpec, split: int) -> int:

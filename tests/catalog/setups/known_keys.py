@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from zeroplan.catalog.setups import told
+from zeroplan.catalog.setups import settings
 
 #: By kind: folders of classes and parsers, of functions that a file can name, and of YAML with defaults.
 SOURCES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
@@ -47,7 +47,7 @@ def names_of(kind: str, folder: Path) -> set[str]:
     for path in _files(folder, defaults, ".yaml"):
         found |= set(_keys(yaml.safe_load(path.read_text())))
     words = {word.lstrip("-").replace("-", "_").rpartition(".")[2] for word in found}
-    return {word for word in words if re.fullmatch(r"[A-Za-z]\w{1,60}", word) and told.may_matter(word) is False}
+    return {word for word in words if re.fullmatch(r"[A-Za-z]\w{1,60}", word) and settings.may_matter(word) is False}
 
 
 def _files(folder: Path, names: tuple[str, ...], suffix: str) -> Iterator[Path]:
@@ -104,7 +104,7 @@ def _keys(data: object) -> Iterator[str]:
 def main(folder: Path) -> None:
     """Write the table: a line for each kind."""
     lines = (f"{kind}: {' '.join(sorted(names_of(kind, folder)))}" for kind in SOURCES)
-    told.KNOWN_KEYS.write_text("".join(f"{line}\n" for line in lines))
+    settings.KNOWN_KEYS.write_text("".join(f"{line}\n" for line in lines))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, resolve
 from zeroplan.spec.adapter import PEFT_TARGETS
-from zeroplan.workflow import WORKFLOWS, Asked, preference, verl
+from zeroplan.workflow import WORKFLOWS, WorkflowOptions, preference, verl
 from zeroplan.workflow.loop import loop_of_file
 
 ARGUMENTS = (
@@ -106,7 +106,7 @@ def test_a_files_job_is_the_training_step_of_its_loop(tmp_path: Path, name: str,
     (tmp_path / name).write_text(said)
     found = resolve(Request(from_file=str(tmp_path / name), gpus=8, gpu="h200"))
     assert found.loop["workflow"] == workflow
-    asked = Asked(**{key: one for key, one in found.loop.items() if key != "alone"})  # type: ignore[arg-type]
+    asked = WorkflowOptions(**{key: one for key, one in found.loop.items() if key != "alone"})  # type: ignore[arg-type]
     batch = replace(found.job.batch, micro_batch_size=found.job.batch.micro_batch_size // WORKFLOWS[asked.workflow].sequences)
     made = verl.trained_job if workflow == "ppo" else preference.trained_job
     assert made(replace(found.job, batch=batch), asked) == found.job

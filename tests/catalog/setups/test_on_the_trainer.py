@@ -14,7 +14,7 @@ import yaml
 from zeroplan import estimate
 from zeroplan.catalog.setups import axolotl, llama_factory
 from zeroplan.catalog.setups.reading import is_setup, read_setup
-from zeroplan.catalog.setups.told import Table
+from zeroplan.catalog.setups.settings import Table
 from zeroplan.errors import SpecError, ZeroplanError
 from zeroplan.export.setup_words import in_its_words
 from zeroplan.planner.asking import with_setup_defaults

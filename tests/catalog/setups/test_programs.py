@@ -16,7 +16,7 @@ from tests.catalog.setups.test_setups import FSDP
 from tests.formulas import assert_explained
 from zeroplan import estimate
 from zeroplan.catalog.model import model
-from zeroplan.catalog.setups import told
+from zeroplan.catalog.setups import settings
 from zeroplan.catalog.setups.reading import is_setup, overridden, read_setup
 from zeroplan.catalog.setups.script import launches
 from zeroplan.cli.app import main
@@ -612,8 +612,8 @@ def test_a_key_that_may_change_memory_is_noted_though_its_program_knows_it(
 
 
 def test_no_word_that_may_change_memory_counts_as_known():
-    words = {word for line in told.KNOWN_KEYS.read_text().splitlines() for word in line.split()[1:]}
-    assert not [word for word in words if told.may_matter(word)]
+    words = {word for line in settings.KNOWN_KEYS.read_text().splitlines() for word in line.split()[1:]}
+    assert not [word for word in words if settings.may_matter(word)]
 
 
 @pytest.mark.parametrize(
@@ -852,8 +852,8 @@ def test_the_command_counts_what_only_a_file_can_say(
     step = next(one for one in loop_of_file(found.job, found.loop).phases if one.name == "training step")
     with pytest.raises(SystemExit):
         main(["workflow", "grpo", "--from", str(tmp_path / "mine.sh"), "--gpu", "h100", "--json"])
-    told = {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]}
-    assert told["training step"] == step.total_bytes
+    settings = {one["phase"]: one["peak_bytes"] for one in json.loads(capsys.readouterr().out)["phases"]}
+    assert settings["training step"] == step.total_bytes
 
 
 @pytest.mark.parametrize(("task", "rows"), [("seq_cls --num_labels 3", 3), ("reranker", 1), ("causal_lm", None)])

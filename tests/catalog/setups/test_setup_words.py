@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroplan.catalog.setups.accelerate import accelerate_setup
-from zeroplan.catalog.setups.told import Setup, Table, Told, option_taken, taken
+from zeroplan.catalog.setups.settings import Setting, Setup, Table, option_value, request_settings
 from zeroplan.catalog.setups.torchtitan import torchtitan_setup
 from zeroplan.catalog.setups.trainer import trainer_setup
 from zeroplan.errors import SpecError
@@ -113,12 +113,12 @@ def test_what_accelerate_says_and_is_not_modelled():
 
 def test_what_is_said_beside_a_file():
     """The same model in file and flag is no conflict. A flag with its default value contradicts a file with another value."""
-    one = Setup("trainer", {"model": Told("model_name_or_path", "gpt2")})
-    assert taken(one, {"model": "gpt2"}, "it").notes == ()
-    told = Told("bf16", "param")
-    assert option_taken("fsdp2.reduce_dtype", told, "fp32", "fp32", "it", chosen=False) == "param"
+    one = Setup("trainer", {"model": Setting("model_name_or_path", "gpt2")})
+    assert request_settings(one, {"model": "gpt2"}, "it").notes == ()
+    told = Setting("bf16", "param")
+    assert option_value("fsdp2.reduce_dtype", told, "fp32", "fp32", "it", chosen=False) == "param"
     said = "--set fsdp2.reduce_dtype=fp32 contradicts it, where bf16 makes it param; leave one of them out"
-    refused(option_taken, said, "fsdp2.reduce_dtype", told, "fp32", "fp32", "it", chosen=True)
+    refused(option_value, said, "fsdp2.reduce_dtype", told, "fp32", "fp32", "it", chosen=True)
 
 
 def test_values_as_json_and_yaml_write_them():

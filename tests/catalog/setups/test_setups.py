@@ -451,7 +451,7 @@ def test_every_key_of_torchtitans_own_classes_is_known(read: Callable[..., Resol
 def test_every_field_of_training_arguments_is_known():
     """The fields of transformers' own class: each is read, refused or known to change no memory."""
     training = pytest.importorskip("transformers").TrainingArguments
-    from zeroplan.catalog.setups.told import Table
+    from zeroplan.catalog.setups.settings import Table
 
     names = dict.fromkeys(training.__dataclass_fields__)
     table = Table(names, "here")

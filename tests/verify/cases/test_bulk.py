@@ -259,7 +259,7 @@ def test_where_the_allocator_may_need_more_than_is_left_a_replay_decides(said: d
     task = Task(job=twin().job, transport="fake", tensors="cuda")
     exact = replace(twin(), steps=(_as_estimated(),), collectives=())
     one = judged(result(**{"task": task, "record": exact, "card_bytes": int(needed / 0.95), **said}), tolerance=float("inf"))
-    assert (one.goes_through, one.fits, one.agrees) == (False, False, agrees)
+    assert (one.fits_in_replay, one.fits, one.agrees) == (False, False, agrees)
 
 
 def test_only_ranks_over_nccl_need_room_for_communicators():

@@ -10,7 +10,7 @@ from tests.measured_twins import twin
 from zeroplan.errors import SpecError
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.verify.failures import FailedError, NotHereError, OutOfMemoryError
-from zeroplan.verify.processes.slurm import Submitted, _collected, _layout, taken_up
+from zeroplan.verify.processes.slurm import Submitted, _collected, _layout, resumed_job
 from zeroplan.verify.record import write_record
 from zeroplan.verify.task import Task
 
@@ -50,7 +50,7 @@ def test_a_folder_without_a_job_is_refused_in_one_line(tmp_path: Path, content: 
         (tmp_path / "slurm").mkdir()
         (tmp_path / "slurm" / "job.json").write_text(content)
     with pytest.raises(SpecError) as refused:
-        taken_up(tmp_path)
+        resumed_job(tmp_path)
     assert "\n" not in str(refused.value)
 
 
@@ -58,4 +58,4 @@ def test_a_submitted_job_is_read_back_from_its_folder(tmp_path: Path):
     submitted = Submitted(job_id="7", task=TASK)
     (tmp_path / "slurm").mkdir()
     (tmp_path / "slurm" / "job.json").write_text(json.dumps(asdict(submitted)))
-    assert taken_up(tmp_path) == submitted
+    assert resumed_job(tmp_path) == submitted

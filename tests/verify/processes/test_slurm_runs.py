@@ -81,7 +81,7 @@ def test_a_node_that_is_down_is_not_waited_for(run: Run):
     assert "zeroplan: Slurm cannot start job" in err.splitlines()[-1]
 
 
-def test_a_job_is_submitted_left_and_taken_up_again(here: Path, run: Run, capfd: pytest.CaptureFixture[str]):
+def test_a_job_is_submitted_left_and_resumed(here: Path, run: Run, capfd: pytest.CaptureFixture[str]):
     waits = subprocess.Popen(
         [sys.executable, "-m", "zeroplan", "verify", *JOB, "--record-dir", "kept"], cwd=here, text=True, stderr=subprocess.PIPE,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509  a shell's background jobs ignore it

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 from tests.causal_models import tiny_spec
 from tests.simulated import on_the_fake_gpu
-from zeroplan.cli.profile import said
+from zeroplan.cli.profile import without_defaults
 from zeroplan.comparison import Comparison, compare_with_estimate, cpu_bytes
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import MeasurementError, SpecError
@@ -277,7 +277,7 @@ def test_deepspeed_gathers_a_module_that_is_never_called_with_the_one_that_reads
 
 def _under_deepspeed(traced: Profile, workload: str, folder: Path, *more: str) -> Comparison:
     """Compare a module's profile with a run under DeepSpeed, in a process of its own since DeepSpeed patches torch for good."""
-    (folder / "traced.json").write_text(json.dumps(said(traced)), encoding="utf-8")
+    (folder / "traced.json").write_text(json.dumps(without_defaults(traced)), encoding="utf-8")
     asked = (
         "--profile", str(folder / "traced.json"), "--workload", workload, "--engine", "deepspeed", "--gpus", "4",
         "--micro-batch", "3", "--seq-len", "300", "--set", "deepspeed.reduce_bucket_size=20000", *more,

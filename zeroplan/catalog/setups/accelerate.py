@@ -7,7 +7,7 @@ script sets batch, optimizer and model.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import DeepSpeedPart, Reading, Setup, Table, Told, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import DeepSpeedPart, Reading, Setting, Setup, Table, own_tensor_parallelism
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
@@ -57,36 +57,36 @@ def _ranks(reading: Reading, *, alone: bool) -> None:
     table = reading.table
     ranks, nodes = table.count("num_processes", least=-1), table.count("num_machines")
     if alone:
-        reading.tell("gpus", "distributed_type NO", 1)
+        reading.set("gpus", "distributed_type NO", 1)
     elif ranks is not None and ranks > 0:
-        reading.tell("gpus", "num_processes", ranks)
+        reading.set("gpus", "num_processes", ranks)
         if nodes is not None and nodes > 1:
             if ranks % nodes:
                 raise SpecError(f"{table.where}: num_processes={ranks} is not divisible by num_machines={nodes}")
-            reading.tell("gpus_per_node", "num_processes / num_machines", ranks // nodes)
+            reading.set("gpus_per_node", "num_processes / num_machines", ranks // nodes)
 
 
 def _precision(reading: Reading) -> str:
-    said = reading.table.get("mixed_precision")
-    word = "no" if said in (None, False) else str(said).lower()
-    if said is None and reading.table.switch("fp16"):
+    precision = reading.table.get("mixed_precision")
+    word = "no" if precision in (None, False) else str(precision).lower()
+    if precision is None and reading.table.switch("fp16"):
         word = "fp16"
     if word not in _PRECISION:
         raise reading.table.refused("mixed_precision", "use bf16, fp16 or no")
     also = {"bf16": ("bf16",), "no": ("bf16",)}.get(word, ())  # a script may have made its weights bf16 itself
-    reading.tell("precision", "mixed_precision", _PRECISION[word], also=also)
+    reading.set("precision", "mixed_precision", _PRECISION[word], also=also)
     if word == "no":
-        reading.tell("keep_logits", "outputs", value=True, filled=True, note=_NAMED)
+        reading.set("keep_logits", "outputs", value=True, filled=True, note=_NAMED)
     else:
-        reading.tell("keep_logits", "mixed_precision", "fp32", filled=True, note=_KEPT)
+        reading.set("keep_logits", "mixed_precision", "fp32", filled=True, note=_KEPT)
     return word
 
 
 def _ddp(reading: Reading) -> None:
     _precision(reading)
-    reading.tell("engine", "distributed_type", "ddp")
-    reading.tell("stage", "distributed_type", 0)
-    reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)
+    reading.set("engine", "distributed_type", "ddp")
+    reading.set("stage", "distributed_type", 0)
+    reading.set("sync_every_micro_batch", "accumulate()", value=False, filled=True)
 
 
 def _fsdp(reading: Reading) -> None:
@@ -94,29 +94,29 @@ def _fsdp(reading: Reading) -> None:
     word = _precision(reading)
     version = table.count("fsdp_version") or 1
     if version == 1:
-        reading.tell("engine", "fsdp_version", "fsdp1", also=("fsdp2",))
+        reading.set("engine", "fsdp_version", "fsdp1", also=("fsdp2",))
         reading.flags["stage"] = _fsdp1_stage(table)
         _fsdp1_options(reading, table)
     else:
-        reading.tell("engine", "distributed_type and fsdp_version", "fsdp2")
+        reading.set("engine", "distributed_type and fsdp_version", "fsdp2")
         keeps = table.switch("fsdp_reshard_after_forward") is False
-        reading.tell("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
+        reading.set("stage", "fsdp_config.fsdp_reshard_after_forward", 2 if keeps else 3)
     if word == "bf16" and version == 2:  # set_mixed_precision reduces in the compute dtype
-        reading.options["fsdp2.reduce_dtype"] = Told("mixed_precision", "param")
-    reading.tell("sync_every_micro_batch", "accumulate()", value=False, filled=True)
+        reading.options["fsdp2.reduce_dtype"] = Setting("mixed_precision", "param")
+    reading.set("sync_every_micro_batch", "accumulate()", value=False, filled=True)
     _fsdp_memory(reading, table)
     _replicas(reading)
     table.leave(_FSDP_KNOWN)
     reading.notes += table.unknown()
 
 
-def _fsdp1_stage(table: Table) -> Told:
+def _fsdp1_stage(table: Table) -> Setting:
     words = {"FULL_SHARD": 3, "1": 3, "SHARD_GRAD_OP": 2, "2": 2, "TRUE": 3, "FALSE": 2}
     key = next((key for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward") if table.get(key) is not None), "")
     word = str(table.data[key]).upper() if key else "FULL_SHARD"
     if word not in words:
         raise table.refused(key, "use FULL_SHARD or SHARD_GRAD_OP")
-    return Told(f"fsdp_config.{key or 'fsdp_sharding_strategy'}", words[word])
+    return Setting(f"fsdp_config.{key or 'fsdp_sharding_strategy'}", words[word])
 
 
 def _fsdp1_options(reading: Reading, table: Table) -> None:
@@ -125,10 +125,10 @@ def _fsdp1_options(reading: Reading, table: Table) -> None:
     word = str(table.get(key) or "NO_PREFETCH").lower()
     if word not in words:
         raise table.refused(key, "use BACKWARD_PRE, BACKWARD_POST or NO_PREFETCH")
-    reading.options["fsdp1.backward_prefetch"] = Told(f"fsdp_config.{key}", word, key not in table.data)
+    reading.options["fsdp1.backward_prefetch"] = Setting(f"fsdp_config.{key}", word, key not in table.data)
     for name in ("forward_prefetch", "use_orig_params"):
         value = bool(table.switch(f"fsdp_{name}"))
-        reading.options[f"fsdp1.{name}"] = Told(f"fsdp_config.fsdp_{name}", value, f"fsdp_{name}" not in table.data)
+        reading.options[f"fsdp1.{name}"] = Setting(f"fsdp_config.fsdp_{name}", value, f"fsdp_{name}" not in table.data)
 
 
 def _fsdp_memory(reading: Reading, table: Table) -> None:
@@ -139,12 +139,12 @@ def _fsdp_memory(reading: Reading, table: Table) -> None:
             "TRANSFORMER_BASED_WRAP"
         )
     if table.switch("fsdp_offload_params"):
-        reading.tell_offload("fsdp_config.fsdp_offload_params")
+        reading.set_offload("fsdp_config.fsdp_offload_params")
     recomputes = bool(table.switch("fsdp_activation_checkpointing"))
     key = "fsdp_config.fsdp_activation_checkpointing"
-    reading.tell("recompute", key, "full" if recomputes else "none", filled=not recomputes)
+    reading.set("recompute", key, "full" if recomputes else "none", filled=not recomputes)
     if table.switch("fsdp_activation_checkpointing_offload"):
-        reading.tell("offload_activations", "fsdp_config.fsdp_activation_checkpointing_offload", value=True)
+        reading.set("offload_activations", "fsdp_config.fsdp_activation_checkpointing_offload", value=True)
     if table.switch("fsdp_forward_prefetch") and (table.count("fsdp_version") or 1) != 1:
         raise table.refused("fsdp_forward_prefetch", "FSDP2 has no such switch; leave it out")
     table.refuse({"fsdp_ignored_modules": ()})
@@ -162,7 +162,7 @@ def _replicas(reading: Reading) -> None:
         reading.asks["tensor_parallel"] = own_tensor_parallelism("parallelism_config_tp_size", degrees["tp_size"])
     for short, flag in (("dp_replicate_size", "replicas"), ("cp_size", "context_parallel")):
         if degrees[short] > 1:
-            reading.tell(flag, f"parallelism_config_{short}", degrees[short])
+            reading.set(flag, f"parallelism_config_{short}", degrees[short])
     if degrees["cp_size"] > 1:
         table.refuse({"parallelism_config_cp_comm_strategy": ("allgather",), "cp_comm_strategy": ("allgather",)})
     if degrees["sp_size"] > 1:
@@ -187,11 +187,11 @@ def _deepspeed(reading: Reading) -> None:
     zero = reading.deepspeed.data.get("zero_optimization")
     third = isinstance(zero, dict) and zero.get("stage") == 3
     if table.switch("zero3_init_flag") is False and third:
-        reading.options["deepspeed.zero_init"] = Told("deepspeed_config.zero3_init_flag", value=False)
+        reading.options["deepspeed.zero_init"] = Setting("deepspeed_config.zero3_init_flag", value=False)
     table.leave(_DEEPSPEED_KNOWN)
     reading.notes += table.unknown()
     reading.table.leave(("mixed_precision",))
-    reading.tell("keep_logits", "outputs", value=True, filled=True, note=_NAMED)  # DeepSpeed returns the model's output
+    reading.set("keep_logits", "outputs", value=True, filled=True, note=_NAMED)  # DeepSpeed returns the model's output
 
 
 def _inline(reading: Reading, table: Table) -> DeepSpeedPart:
@@ -221,7 +221,7 @@ def _others(reading: Reading) -> None:
     dynamo = table.table("dynamo_config")
     for one in (dynamo, table):
         if str(one.get("dynamo_backend") or "no").lower() != "no":
-            reading.tell_compiled(one, "dynamo_backend", whole=not dynamo.switch("dynamo_use_regional_compilation"))
+            reading.set_compiled(one, "dynamo_backend", whole=not dynamo.switch("dynamo_use_regional_compilation"))
     dynamo.leave(("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"))
     reading.notes += dynamo.unknown()
     table.refuse({"fp8_config": (), "megatron_lm_config": ()})

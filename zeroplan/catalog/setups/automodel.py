@@ -10,11 +10,11 @@ from zeroplan.catalog.setups.recipes import (
     NOT_THEIR_MODULES,
     begun,
     flat,
-    tell_degrees,
-    tell_optimizer,
-    tell_sharded,
+    set_degrees,
+    set_optimizer,
+    set_sharded,
 )
-from zeroplan.catalog.setups.told import Reading, Setup, Table, Told
+from zeroplan.catalog.setups.settings import Reading, Setting, Setup, Table
 from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, OUTPUT_REFUSED, AdapterSpec, Layers
 from zeroplan.spec.float8 import FAMILIES
 from zeroplan.spec.model import PREDICTS, ModelSpec
@@ -77,14 +77,14 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_precision(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
     key = "step_scheduler.global_batch_size"
-    reading.tell_steps(key, table.count(key), each * ranks)
+    reading.set_steps(key, table.count(key), each * ranks)
     _auto_length(reading)
     again = _auto_recompute(reading)
     _auto_attention(reading)
     if _is_dion(reading):
-        reading.tell("optimizer", "optimizer._target_", "dion-muon")
+        reading.set("optimizer", "optimizer._target_", "dion-muon")
     else:
-        tell_optimizer(reading, "optimizer._target_")
+        set_optimizer(reading, "optimizer._target_")
     _auto_te_adam(reading)
     _auto_flash_adam(reading)
     cut = table.last("loss_fn._target_") == "FusedLinearCrossEntropy"
@@ -93,7 +93,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if (
         not cut and "pipeline_parallel" not in reading.flags
     ):  # the output is a local of recipes/llm/train_ft.py, _forward_backward_step
-        reading.tell("keep_logits", "loss_fn._target_", value=True, filled=True)
+        reading.set("keep_logits", "loss_fn._target_", value=True, filled=True)
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
     table.unmodelled(
@@ -129,7 +129,7 @@ def _auto_cut_loss(reading: Reading) -> None:
         table.matters["loss_fn._target_"] = _AT_ONCE
         table.saves.add("loss_fn._target_")
     else:
-        reading.tell_cut_loss("loss_fn._target_")
+        reading.set_cut_loss("loss_fn._target_")
 
 
 def _auto_compiled(reading: Reading) -> None:
@@ -141,7 +141,7 @@ def _auto_compiled(reading: Reading) -> None:
     ignored = _strategy_of(reading) == "fsdp2" and any(key.startswith("distributed.") for key in table.data)
     for key in ("distributed.enable_compile", "compile.enabled"):
         if table.switch(key) and not (ignored and key == "compile.enabled"):
-            reading.tell_compiled(table, key)
+            reading.set_compiled(table, key)
 
 
 def _auto_model(reading: Reading, whole: Table) -> None:
@@ -152,11 +152,11 @@ def _auto_model(reading: Reading, whole: Table) -> None:
     names = ("pretrained_model_name_or_path", "config.pretrained_model_name_or_path", "config.name_or_path", "config")
     named = next((f"model.{key}" for key in names if isinstance(table.get(f"model.{key}"), str)), None)
     if named is not None:
-        reading.tell_model(named, str(table.data[named]))
+        reading.set_model(named, str(table.data[named]))
     elif of_class := re.fullmatch(r"transformers\.models\.(\w+)\.\w+\.\w+Config", str(table.data.get("model.config._target_"))):
         config = {key: value for key, value in whole.table("model").table("config").data.items() if key[:1] != "_"}
         made = model_from_config({**config, "model_type": of_class[1]}, name="the file's model.config")
-        reading.tell("model", "model.config", made)
+        reading.set("model", "model.config", made)
         table.like("model.config.*")
 
 
@@ -165,7 +165,7 @@ def _auto_precision(reading: Reading) -> None:
     table = reading.table
     word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
     kind = "bf16-mixed" if word in ("float32", "fp32") else "bf16"
-    reading.tell("precision", "model.torch_dtype", kind, also=("bf16-mixed",))
+    reading.set("precision", "model.torch_dtype", kind, also=("bf16-mixed",))
 
 
 def _auto_recompute(reading: Reading) -> bool:
@@ -174,7 +174,7 @@ def _auto_recompute(reading: Reading) -> bool:
     own = "full" if table.get("parallelizer.activation_checkpointing") is True else None
     again = own or str(table.get("distributed.activation_checkpointing") or "false").lower()
     kinds = {"false": "none"}
-    reading.tell("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
+    reading.set("recompute", "distributed.activation_checkpointing", kinds.get(again, "selective"), also=("full",))
     return again not in ("false", "selective")
 
 
@@ -182,7 +182,7 @@ def _auto_length(reading: Reading) -> None:
     """Read the tokens of a sequence, of packed ones or of the data's."""
     packed = reading.table.count("packed_sequence.packed_sequence_size", least=0)
     if packed:
-        reading.tell("seq_len", "packed_sequence.packed_sequence_size", packed)
+        reading.set("seq_len", "packed_sequence.packed_sequence_size", packed)
     elif reading.number("seq_len", "dataset.seq_length", "dataset.seq_len", "dataset.max_length") is None:
         reading.notes.append(NO_LENGTH)
 
@@ -191,7 +191,7 @@ def _auto_attention(reading: Reading) -> None:
     """Read the attention kernel by what it saves: FlashAttention's tensors, or those of torch's."""
     words = [reading.table.get(f"model.{key}") for key in ("attn_implementation", "config._attn_implementation")]
     flash = "flash_attention_2" in words or _has_sinks(reading)
-    reading.tell("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
+    reading.set("attention", "model.attn_implementation", "flash" if flash else "sdpa", filled=True)
 
 
 def _is_dion(reading: Reading) -> bool:
@@ -214,7 +214,7 @@ def _auto_te_adam(reading: Reading) -> None:
     masters, remainders = (table.switch(f"optimizer.{key}") for key in ("master_weights", "store_param_remainders"))
     narrow = reading.flags["precision"].value == "bf16"
     kind = "" if not masters else "-remainders" if remainders and narrow else "-masters"
-    reading.tell("optimizer", "optimizer._target_", f"te-adam{kind}")
+    reading.set("optimizer", "optimizer._target_", f"te-adam{kind}")
     reading.flags.pop("optimizer_impl", None)
     for key in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype"):
         value = table.get(f"optimizer.{key}")
@@ -230,7 +230,7 @@ def _auto_flash_adam(reading: Reading) -> None:
         return
     bits, _ = table.get("optimizer.master_weight_bits"), table.get("optimizer.compress_state_dict")
     if bits == 32:
-        reading.tell("optimizer", "optimizer.master_weight_bits", "flash-adamw-32bit")
+        reading.set("optimizer", "optimizer.master_weight_bits", "flash-adamw-32bit")
     for key, bad in (
         ("quantize", table.switch("optimizer.quantize") is False),
         ("master_weight_bits", bits not in (None, 24, 32)),
@@ -249,7 +249,7 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     model = reading.known_model()
     if model is not None and model.predictions:  # returns the last alone, which is counted (nemotron_v3/model.py)
         return True
-    steps = reading.flags.get("grad_accum", Told("", 1)).value
+    steps = reading.flags.get("grad_accum", Setting("", 1)).value
     own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
     return (again or own) and int(str(steps)) > 1
 
@@ -267,8 +267,8 @@ def _auto_alone(reading: Reading, strategy: str) -> None:
     narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)
     if strategy == "fsdp2" and (predicts or narrow or _is_dion(reading)) and reading.flags["engine"].value == "ddp":
         note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8" if narrow else "dion's Muon")
-        reading.tell("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
-        reading.tell("stage", "distributed.strategy", 3, filled=True)
+        reading.set("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
+        reading.set("stage", "distributed.strategy", 3, filled=True)
 
 
 def _strategy_of(reading: Reading) -> str:
@@ -280,10 +280,10 @@ def _strategy_of(reading: Reading) -> str:
 def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     """Read degrees, GPUs and engine; returns the data-parallel ranks."""
     table = flat(reading)
-    tp, cp, pp, ep = tell_degrees(reading, "distributed.", "tp_size", "cp_size", "pp_size", "ep_size")
+    tp, cp, pp, ep = set_degrees(reading, "distributed.", "tp_size", "cp_size", "pp_size", "ep_size")
     replicas = reading.degree("replicas", "distributed.dp_replicate_size")
     if tp > 1 and not table.switch("distributed.sequence_parallel"):  # its default (distributed/optimized_tp_plans.py)
-        reading.options["fsdp2.sequence_parallel"] = Told("distributed.sequence_parallel", value=False)
+        reading.options["fsdp2.sequence_parallel"] = Setting("distributed.sequence_parallel", value=False)
     split, dp = tp * cp * pp, table.data.get("distributed.dp_size")
     said = dp * split if isinstance(dp, int) and not isinstance(dp, bool) and dp > 0 else None
     nodes = table.count("benchmark.num_nodes") or table.count("ci.nodes") or (1 if "ci.nproc_per_node" in table.data else None)
@@ -297,7 +297,7 @@ def _auto_degrees(reading: Reading, gpus: int | None) -> int:
     said, of_experts = (table.switch(f"distributed.{key}reshard_after_forward") for key in ("", "moe."))
     said = of_experts if said is None and ep > 1 else said
     stage = 0 if strategy == "ddp" else 2 if said is False or (said is None and (pp > 1 or ep > 1)) else 3
-    tell_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
+    set_sharded(reading, strategy, gpus, key="distributed.dp_size", ways=max(split * replicas, ep * pp), stage=stage)
     _auto_alone(reading, strategy)
     _auto_gathered(reading)
     return max(1, (gpus or split) // split)
@@ -320,11 +320,11 @@ def _auto_gathered(reading: Reading) -> None:
         table.leave(("distributed.enable_fsdp2_prefetch",))  # nothing is gathered ahead where all stays gathered
         return
     if table.switch("distributed.reshard_after_forward") is None:
-        reading.options["fsdp2.keeps_last"] = Told("distributed.reshard_after_forward", value=True, filled=True)
+        reading.options["fsdp2.keeps_last"] = Setting("distributed.reshard_after_forward", value=True, filled=True)
     if table.switch("distributed.enable_fsdp2_prefetch"):
         ahead, below = (usual if one is None else one for one, usual in zip(depths, (1, 2), strict=True))
         for name, depth in (("forward_prefetch", ahead), ("backward_prefetch", max(1, below))):
-            reading.options[f"fsdp2.{name}"] = Told("distributed.enable_fsdp2_prefetch", depth)
+            reading.options[f"fsdp2.{name}"] = Setting("distributed.enable_fsdp2_prefetch", depth)
 
 
 def _auto_pipeline(reading: Reading) -> int | None:
@@ -341,7 +341,7 @@ def _auto_pipeline(reading: Reading) -> int | None:
         return None
     if word not in _AUTO_SCHEDULES:
         raise table.refused(keys[0], f"use one of {', '.join(_AUTO_SCHEDULES)}")
-    reading.tell("pipeline_schedule", keys[0], _AUTO_SCHEDULES[word], filled=keys[0] not in table.data)
+    reading.set("pipeline_schedule", keys[0], _AUTO_SCHEDULES[word], filled=keys[0] not in table.data)
     reading.layers_per_stage = table.count(keys[2]), str(table.get(f"{before}round_virtual_stages_to_pp_multiple") or "")
     table.get("step_scheduler.local_batch_size")
     return reading.number("micro_batch", keys[1], default=1)
@@ -365,13 +365,13 @@ def _auto_predictions(reading: Reading) -> None:
         reading.unmodelled(adds="*num_nextn_predict_layers")
         return
     key, named = "model.num_nextn_predict_layers", str(reading.flags["model"].value)
-    said, repeats = table.data.get(key), table.switch("model.mtp_use_repeated_layer")
+    depth, repeats = table.data.get(key), table.switch("model.mtp_use_repeated_layer")
     latent = model.width_of_experts != model.hidden_size or "lightning" in named.lower()
     has_some = model.family in _PREDICTING and (model.family != _COUNTED or latent)
-    depths = (1 if said is None else table.count(key, least=0) or 0) if has_some else 0
+    depths = (1 if depth is None else table.count(key, least=0) or 0) if has_some else 0
     table.like("*.num_nextn_predict_layers")
     if depths and model.family != _COUNTED:
-        table.matters[key] = _PREDICTIONS.format(" is not set" if said is None else f"={depths}")
+        table.matters[key] = _PREDICTIONS.format(" is not set" if depth is None else f"={depths}")
     elif depths:
         layers, pattern = model.num_hidden_layers + len(PREDICTS) * depths, model.letters + PREDICTS * depths
         ahead = replace(
@@ -390,12 +390,12 @@ def _auto_float8(reading: Reading) -> None:
     if table.matters.get("fp8.enabled"):
         return
     name = str(table.get("fp8.recipe_name") or "tensorwise")
-    reading.tell("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
+    reading.set("float8_recipe", "fp8.enabled", "rowwise" if name.startswith("rowwise") else "tensorwise")
     table.get("fp8.filter_fqns")
     reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
     key = "fp8.enable_fsdp_float8_all_gather"
     if table.switch(key) and name == "tensorwise":  # a recipe of rows has its own settings instead
-        reading.options["fsdp2.float8_all_gather"] = Told(key, value=True)
+        reading.options["fsdp2.float8_all_gather"] = Setting(key, value=True)
 
 
 def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
@@ -435,7 +435,7 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
         spread and not gathering and chosen.get("experts") == "te"
     )
     parts += ["router-in-fp32"] * ("gate_precision" in chosen) + _auto_te_float8(reading, parts)
-    reading.tell("fused_kernels", "model.backend", ",".join([*parts, *_auto_loss(reading)]), filled=True)
+    reading.set("fused_kernels", "model.backend", ",".join([*parts, *_auto_loss(reading)]), filled=True)
 
 
 def _auto_loss(reading: Reading) -> list[str]:
@@ -496,12 +496,12 @@ def _auto_adapter(reading: Reading) -> None:
         if table.data.get("peft._target_") is None:
             return
         rank = 8
-    reading.tell("lora_rank", "peft.dim", rank)
+    reading.set("lora_rank", "peft.dim", rank)
     _auto_targets(reading)
-    reading.tell("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
+    reading.set("lora_dropout", "peft.dropout", str(dropout or "0").strip("0.") != "")
     if table.switch("quantization.load_in_4bit"):
         double = table.switch("quantization.bnb_4bit_use_double_quant")
-        reading.tell("quantize", "quantization.load_in_4bit", "nf4-double" if double else "nf4")
+        reading.set("quantize", "quantization.load_in_4bit", "nf4-double" if double else "nf4")
 
 
 _OF_ITS_EXPERTS = (
@@ -526,14 +526,16 @@ def _auto_targets(reading: Reading) -> None:
         reading.asks["lora_targets"] = _OF_ITS_EXPERTS.format("peft.target_modules")
         return
     names = _names_of_layers(model)
-    if reading.flags.get("loss", Told("", "full")).value == "fused":  # reads the head's own weight (components/loss/utils.py)
+    if (
+        reading.flags.get("loss", Setting("", "full")).value == "fused"
+    ):  # reads the head's own weight (components/loss/utils.py)
         names = names[:-1]
     adapted = [name for name in names if any(fnmatchcase(name, one) for one in chosen or ["*"])]
     adapted = [name for name in adapted if not any(fnmatchcase(name, one) for one in left_out)]
     if model is None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
-    reading.tell("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
+    reading.set("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
     unlike = model is not None and (model.family in CONVERTED or (model.family in OUTPUT_REFUSED and "out_proj" in adapted))
     if model is not None and adapted and (of_experts or unlike):
         _auto_own_adapters(reading, model, tuple(adapted), of_experts=of_experts, scaled=bool(scaled))

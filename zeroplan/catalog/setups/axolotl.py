@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.told import LIGER, Reading, Setup, Table, Told, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import LIGER, Reading, Setting, Setup, Table, TranslatedTable, own_tensor_parallelism
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
@@ -127,7 +127,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     if plain and not (made["bf16"] or made["fp16"]):
         if made["use_peft"]:
             raise whole.refused(plain, "use bf16 or fp16 beside adapters")
-        reading.tell("precision", plain, "bf16", note=_IN_FP16 if plain == "float16" else "")
+        reading.set("precision", plain, "bf16", note=_IN_FP16 if plain == "float16" else "")
     if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes: all else is 16 bits
         _upcast(reading)
     if "tensor_parallel" in reading.asks:
@@ -148,12 +148,12 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
 
 def _upcast(reading: Reading) -> None:
     """Read which weights beside four bits are fp32: none. An fp32 activation widens a block as fp32 norms do."""
-    model, is_ddp = reading.known_model(), reading.flags.get("engine", Told("", "")).value == "ddp"
+    model, is_ddp = reading.known_model(), reading.flags.get("engine", Setting("", "")).value == "ddp"
     dense = model is not None and model.linear is None and not model.has_experts
     if model is not None and dense and is_ddp and model.activation in WIDENED:
-        reading.tell("upcast", "adapter", "norms", filled=True, note=_WIDENED.format(model.activation))
+        reading.set("upcast", "adapter", "norms", filled=True, note=_WIDENED.format(model.activation))
     else:
-        reading.tell("upcast", "adapter", "none", filled=True)
+        reading.set("upcast", "adapter", "none", filled=True)
 
 
 _WIDENED = "autocast computes {} in fp32, which layers in four bits hand on: counted as with norms in fp32, which take as much"
@@ -165,13 +165,13 @@ def _without_effect(reading: Reading, whole: Table) -> None:
     Source: utils/quantization.py (NVFP4WeightOnlyConfig, which torchao 0.18 refuses: run; 0.17: read); xformers 0.0.35,
     ops/fmha/dispatch.py.
     """
-    model, said = reading.known_model(), whole.data.get("qat")
+    model, qat = reading.known_model(), whole.data.get("qat")
     named = str(whole.data.get("cls_model_config")).removesuffix("Config").lower()
     if model is not None and named == model.family.replace("_", ""):  # the class that transformers takes for the model anyway
         whole.matters.pop("cls_model_config", None)
     reading.notes += [_GONE.format(key) for key in ("flash_attn_rms_norm", "s2_attention") if whole.switch(key)]
     reading.notes += [note for key, note in _WITHOUT_A_PACKAGE.items() if whole.switch(key)]
-    if isinstance(said, dict) and said.get("weight_dtype") == "nvfp4" and whole.matters.pop("qat", ""):
+    if isinstance(qat, dict) and qat.get("weight_dtype") == "nvfp4" and whole.matters.pop("qat", ""):
         reading.notes.append(_NO_NVFP4)
     for key, families in _ACTS_IN.items():
         if model is not None and model.family not in families and whole.matters.pop(key, ""):
@@ -189,19 +189,19 @@ def _rounded(reading: Reading, whole: Table) -> None:
 
     Not where all layers but the head are: without a fused loss, a head that is the embedding would be rounded, too.
     """
-    model, flags, said = reading.known_model(), reading.flags, whole.data.get("qat")
-    table = Table(said if isinstance(said, dict) else {}, whole.where, "qat.")
+    model, flags, qat = reading.known_model(), reading.flags, whole.data.get("qat")
+    table = Table(qat if isinstance(qat, dict) else {}, whole.where, "qat.")
     kinds, group = (table.text("activation_dtype"), table.text("weight_dtype")), table.count("group_size")
     if kinds != ("int8", "int4") or (group or 32) < 32 or table.switch("quantize_embedding"):
         return
     apart = {"lora_rank", "tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
-    head = flags.get("loss", Told("", "full")).value == "full"
+    head = flags.get("loss", Setting("", "full")).value == "full"
     if apart or model is None or model.family not in ROUNDED_FAMILIES or (head and model.tie_word_embeddings):
         return
-    if flags.get("engine", Told("", "")).value == "fsdp2" and "tensor_parallel" not in reading.asks:
-        others = flags.get("fused_kernels", Told("", ""))
+    if flags.get("engine", Setting("", "")).value == "fsdp2" and "tensor_parallel" not in reading.asks:
+        others = flags.get("fused_kernels", Setting("", ""))
         both = ",".join(filter(None, (str(others.value), "axolotl-qat")))
-        reading.tell("fused_kernels", "qat", both, note=" ".join(filter(None, (others.note, _ROUNDED))))
+        reading.set("fused_kernels", "qat", both, note=" ".join(filter(None, (others.note, _ROUNDED))))
         whole.matters.pop("qat", None)
 
 
@@ -211,9 +211,9 @@ def _float8(reading: Reading, whole: Table) -> None:
     if not whole.switch("fp8") or model is None or model.family not in FAMILIES:
         return
     apart = {"lora_rank", "context_parallel", "offload_activations"} & flags.keys() or "tensor_parallel" in reading.asks
-    if apart or flags["precision"].value != "bf16-mixed" or flags.get("engine", Told("", "")).value != "fsdp2":
+    if apart or flags["precision"].value != "bf16-mixed" or flags.get("engine", Setting("", "")).value != "fsdp2":
         return
-    reading.tell("float8_recipe", "fp8", "tensorwise", note=_IN_FLOAT8)
+    reading.set("float8_recipe", "fp8", "tensorwise", note=_IN_FLOAT8)
     del whole.matters["fp8"]
     if whole.matters.pop("fp8_enable_fsdp_float8_all_gather", ""):
         whole.unmodelled(saves="fp8_enable_fsdp_float8_all_gather")
@@ -257,23 +257,23 @@ def _kernels(reading: Reading, whole: Table) -> None:
 
     Source: check_auto_enable_lora_kernels. They are modelled under DDP in families like Llama, if they run all projections.
     """
-    asked = [key for key in _KERNELS if whole.switch(key)]
+    kernels = [key for key in _KERNELS if whole.switch(key)]
     off = whole.text("rl") or whole.switch("nvfp4_merge_aware") or whole.switch("trust_remote_code")
     eight = whole.text("adapter") == "lora" and whole.switch("load_in_8bit")
     by_default = not (off or eight or any(whole.data.get(key) is not None for key in _KERNELS))
-    if not (asked or by_default):
+    if not (kernels or by_default):
         return
     flags, model = reading.flags, reading.known_model()
     ours = (model is None or (model.family in ADAPTED_LIKE_LLAMA and not model.cross_layers)) and not eight
-    if ours and (by_default or set(_KERNELS[:3]) <= set(asked)) and flags.get("engine", Told("", "")).value == "ddp":
-        told = flags.get("fused_kernels", Told("", ""))
-        both = ",".join(filter(None, (str(told.value), "axolotl-lora")))
-        reading.tell("fused_kernels", asked[0] if asked else "adapter", both, filled=True, note=told.note)
+    if ours and (by_default or set(_KERNELS[:3]) <= set(kernels)) and flags.get("engine", Setting("", "")).value == "ddp":
+        fused = flags.get("fused_kernels", Setting("", ""))
+        both = ",".join(filter(None, (str(fused.value), "axolotl-lora")))
+        reading.set("fused_kernels", kernels[0] if kernels else "adapter", both, filled=True, note=fused.note)
     elif by_default:
         reading.notes.append(_OWN_KERNELS)
     else:  # they make again what peft's layers keep (kernels/lora.py)
-        whole.matters[asked[0]] = _OWN_KERNELS
-        whole.saves.add(asked[0])
+        whole.matters[kernels[0]] = _OWN_KERNELS
+        whole.saves.add(kernels[0])
 
 
 def _tower(reading: Reading, whole: Table, *, adapted: bool) -> None:
@@ -282,16 +282,16 @@ def _tower(reading: Reading, whole: Table, *, adapted: bool) -> None:
     Beside adapters it is frozen already. Patterns match the beginning of a name (utils/freeze.py, LayerNamePattern).
     """
     whole.leave(("freeze_mm_modules", "pretrain_multipack_attn"))  # the latter: positions of packed rows (data/streaming.py)
-    said = whole.data.get("unfrozen_parameters")
-    names = [str(one).removeprefix("^") for one in said] if isinstance(said, list) else []
+    trained = whole.data.get("unfrozen_parameters")
+    names = [str(one).removeprefix("^") for one in trained] if isinstance(trained, list) else []
     if not adapted:
-        reading.tell_frozen_tower("freeze_mm_modules")
+        reading.set_frozen_tower("freeze_mm_modules")
     if not names or not all(one.startswith(_OF_TEXT) for one in names):
         return
     if adapted:
         reading.notes.append(_UNNAMED)
     elif "model.language_model.*" in names:
-        reading.tell_frozen_tower("unfrozen_parameters")
+        reading.set_frozen_tower("unfrozen_parameters")
     if adapted or "model.language_model.*" in names:
         whole.matters.pop("unfrozen_parameters", None)
         whole.saves.discard("unfrozen_parameters")
@@ -305,10 +305,10 @@ def _beside_experts(reading: Reading, whole: Table) -> None:
     model = reading.known_model()
     if model is None or model.family not in ADAPTED_LIKE_LLAMA:
         return
-    said = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
-    if {"use_scattermoe", "use_sonicmoe"} & set(said) and whole.matters.pop("use_kernels", ""):
-        said.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
-    reading.notes += [_BESIDE.format(", ".join(said))] if said else []
+    keys = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
+    if {"use_scattermoe", "use_sonicmoe"} & set(keys) and whole.matters.pop("use_kernels", ""):
+        keys.append("use_kernels")  # which the plugin for these two sets (integrations/kernels/args.py, check_use_kernels)
+    reading.notes += [_BESIDE.format(", ".join(keys))] if keys else []
 
 
 #: Entries of ``lora_target_parameters`` by the parameter's own name.
@@ -328,20 +328,20 @@ def _experts(reading: Reading, whole: Table) -> None:
     flags, model, key = reading.flags, reading.known_model(), "quantize_moe_experts"
     if model is None or model.moe is None or model.family not in STACKED:
         return
-    said, told = whole.data.get("lora_target_parameters") or [], str(flags.get("lora_targets", Told("", "")).value)
-    names = [str(one).rpartition(".")[2] for one in (said if isinstance(said, list) else [said])]
-    quantised = whole.switch(key) and str(flags.get("quantize", Told("", "")).value).startswith("nf4")
+    parameters, targets = whole.data.get("lora_target_parameters") or [], str(flags.get("lora_targets", Setting("", "")).value)
+    names = [str(one).rpartition(".")[2] for one in (parameters if isinstance(parameters, list) else [parameters])]
+    quantised = whole.switch(key) and str(flags.get("quantize", Setting("", "")).value).startswith("nf4")
     if names and not quantised and set(names) <= _STACKED.keys():
-        reading.tell("lora_targets", "lora_target_parameters", ",".join((told, *(_STACKED[one] for one in names))))
+        reading.set("lora_targets", "lora_target_parameters", ",".join((targets, *(_STACKED[one] for one in names))))
         whole.matters.pop("lora_target_parameters", None)
-    bare = not names and not {one.rpartition(".")[2] for one in told.split(",")} & set(CONVERTED.get(model.family, ()))
-    engine = flags.get("engine", Told("", "")).value
+    bare = not names and not {one.rpartition(".")[2] for one in targets.split(",")} & set(CONVERTED.get(model.family, ()))
+    engine = flags.get("engine", Setting("", "")).value
     if not (quantised and bare and engine in ("ddp", "fsdp2")):
         return
     whole.saves.discard(key)
-    ends_early = flags["recompute"].value != "none" and not flags.get("reentrant", Told("", engine == "ddp")).value
+    ends_early = flags["recompute"].value != "none" and not flags.get("reentrant", Setting("", engine == "ddp")).value
     if not ends_early or model.moe.num_shared_experts:
-        reading.tell("quantize_experts", key, value=True)
+        reading.set("quantize_experts", key, value=True)
         whole.matters.pop(key, None)
     else:
         whole.matters[key] = _LEFT.format(whole.name(key))
@@ -355,12 +355,12 @@ def _goal(reading: Reading, whole: Table) -> None:
     if set(whole.table("model_config").data) - {"output_router_logits"}:  # a few numbers of a token and expert
         whole.matters["model_config"] = "model_config changes the model's shape or parts, which is not counted"
     if whole.switch("reward_model"):
-        reading.tell_pairs()
+        reading.set_pairs()
         reading.head_rows = 1
     if method := whole.text("rl"):
-        reading.tell_pairs() if _POLICIES[method] > 1 else None
+        reading.set_pairs() if _POLICIES[method] > 1 else None
         if method in ("dpo", "ipo", "kto"):
-            reading.tell_loop("rl", "kto" if method == "kto" else "dpo", full_logits=True)
+            reading.set_loop("rl", "kto" if method == "kto" else "dpo", full_logits=True)
         else:
             whole.matters["rl"] = f"rl={method}: {_RL.format('sequences twice' if _POLICIES[method] > 1 else 'the sequences')}"
 
@@ -407,7 +407,7 @@ def _in_two_ways(reading: Reading, whole: Table) -> None:
     model = reading.known_model()
     if not whole.switch("gemma4_hybrid_attn_impl") or model is None or model.global_head_dim <= _VARLEN_MOST:
         return
-    reading.tell("attention", "gemma4_hybrid_attn_impl", "sdpa", note=_HYBRID)
+    reading.set("attention", "gemma4_hybrid_attn_impl", "sdpa", note=_HYBRID)
     del whole.matters["gemma4_hybrid_attn_impl"]
     if whole.switch("sample_packing"):
         whole.matters["sample_packing"] = _MASK
@@ -421,17 +421,17 @@ def _packed(reading: Reading, whole: Table) -> None:
     """
     word = whole.data.get("attn_implementation") or ("sdpa" if whole.switch("sdp_attention") else None)
     model = reading.known_model()
-    told = reading.flags.get("attention", Told("", "")).value
-    if "sample_packing" not in whole.matters or (word not in (None, "sdpa") and told != "sdpa"):
+    attention = reading.flags.get("attention", Setting("", "")).value
+    if "sample_packing" not in whole.matters or (word not in (None, "sdpa") and attention != "sdpa"):
         return
     plain = model is not None and model.sliding_window is None and model.head_dim <= _VARLEN_MOST
     if word == "sdpa" and plain and whole.data.get("sdpa_varlen") is not False:
-        reading.tell("attention", "attn_implementation", "flash", note=_VARLEN)
+        reading.set("attention", "attn_implementation", "flash", note=_VARLEN)
     else:
-        reading.tell("padded", "sample_packing", value=True)
+        reading.set("padded", "sample_packing", value=True)
         if (rows := whole.count("micro_batch_size") or 1) > 1 and (length := whole.count("sequence_len")):
-            reading.tell("micro_batch", "sample_packing", 1, note=_ONE_ROW)
-            reading.tell("seq_len", "sample_packing", rows * length)
+            reading.set("micro_batch", "sample_packing", 1, note=_ONE_ROW)
+            reading.set("seq_len", "sample_packing", rows * length)
     del whole.matters["sample_packing"]
 
 
@@ -483,13 +483,13 @@ def _offloaded(reading: Reading, whole: Table) -> None:
     whole.matters.pop(key, None)
     whole.saves.discard(key)
     moves_all = "lora_rank" in flags and how != "hidden_states"
-    if moves_all or how not in (True, "legacy", "disk") or flags.get("engine", Told("", "")).value not in ("ddp", "fsdp2"):
+    if moves_all or how not in (True, "legacy", "disk") or flags.get("engine", Setting("", "")).value not in ("ddp", "fsdp2"):
         whole.matters[key] = f"{whole.name(key)}={how}: {_NOT_MOVED if moves_all else _ON_GPU}"
         whole.saves.update([] if moves_all else [key])
         return
-    reading.tell("offload_activations", key, value=True)
+    reading.set("offload_activations", key, value=True)
     if how != "legacy":
-        reading.tell("inputs_in_flight", key, 5, filled=True)
+        reading.set("inputs_in_flight", key, 5, filled=True)
 
 
 def _adapter(whole: Table) -> dict[str, object]:
@@ -534,13 +534,13 @@ def _loss(reading: Reading, whole: Table) -> None:
             whole.matters[f"plugins: {last}"] = f"what the plugin {shown(last)} does to memory is not modelled, and left out"
     cut = whole.switch("cut_cross_entropy")
     if cut or (cut is None and any("CutCrossEntropy" in str(name) for name in names)):
-        reading.tell_cut_loss("cut_cross_entropy")
+        reading.set_cut_loss("cut_cross_entropy")
     if whole.switch("liger_fused_linear_cross_entropy"):
-        reading.tell("loss", "liger_fused_linear_cross_entropy", "fused")
+        reading.set("loss", "liger_fused_linear_cross_entropy", "fused")
     gated = "liger_glu_activation" if "liger_glu_activation" in whole.data else "liger_swiglu"
     keys = dict(zip(LIGER, ("liger_rope", "liger_rms_norm", gated), strict=True))
     if parts := [part for part, key in keys.items() if whole.switch(key)]:
-        reading.tell_liger(*parts, key=keys[parts[0]], loss=False)
+        reading.set_liger(*parts, key=keys[parts[0]], loss=False)
     whole.leave(("liger_layer_norm", "liger_use_token_scaling"))  # vision towers: the same memory; numerics only
     _weighted_tokens(reading, whole)
 
@@ -550,8 +550,8 @@ def _weighted_tokens(reading: Reading, whole: Table) -> None:
 
     accelerate returns the logits in fp32 under DDP and FSDP1. Of several sequences the shifted logits are a copy more.
     """
-    by_deepspeed, engine = reading.deepspeed is not None, reading.flags.get("engine", Told("", "")).value
+    by_deepspeed, engine = reading.deepspeed is not None, reading.flags.get("engine", Setting("", "")).value
     alone = not by_deepspeed and engine in ("ddp", "fsdp1") and (whole.count("micro_batch_size") or 1) == 1
-    if whole.switch("use_eaft") and alone and reading.flags.get("loss", Told("", "full")).value == "full":
-        reading.tell_log_probs("use_eaft", how="eaft")
+    if whole.switch("use_eaft") and alone and reading.flags.get("loss", Setting("", "full")).value == "full":
+        reading.set_log_probs("use_eaft", how="eaft")
         whole.matters.pop("use_eaft", None)

@@ -7,8 +7,18 @@ LLaMA-Factory's version 1 has its own trainer and keys.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.told import LIGER, ULYSSES, Reading, Setup, Table, Told, TranslatedTable, known_keys, number_of
-from zeroplan.catalog.setups.trainer import arguments_read, tell_dora
+from zeroplan.catalog.setups.settings import (
+    LIGER,
+    ULYSSES,
+    Reading,
+    Setting,
+    Setup,
+    Table,
+    TranslatedTable,
+    known_keys,
+    number_of,
+)
+from zeroplan.catalog.setups.trainer import arguments_read, set_dora
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import OF_LINEAR
 
@@ -59,11 +69,11 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     reading = arguments_read(table, folder)
     _precision(reading, whole, adapted=adapted)
     if (stage := whole.text("stage")) in ("dpo", "rm"):
-        reading.tell_pairs()
+        reading.set_pairs()
     loses = str(whole.get("pref_loss") or "sigmoid")
     if stage == "kto" or (stage == "dpo" and loses not in ("orpo", "simpo")):
-        reading.tell_loop("stage", stage, full_logits=True)
-        reading.tell("keep_logits", "stage", "fp32", filled=True)  # a dictionary has them while the reference model runs
+        reading.set_loop("stage", stage, full_logits=True)
+        reading.set("keep_logits", "stage", "fp32", filled=True)  # a dictionary has them while the reference model runs
     elif stage in ("dpo", "rm"):
         reading.table.matters["stage"] = _TWICE.format(loses) if stage == "dpo" else _VALUES
         reading.table.saves.update(
@@ -73,17 +83,17 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
         whole.matters["ref_model"] = "ref_model: a reference model of the trained model's own size is counted"
     _token_losses(reading, whole)
     _tower(reading, whole)
-    reading.tell_largest_image(whole, pixels="image_max_pixels")
+    reading.set_largest_image(whole, pixels="image_max_pixels")
     _adam_mini(reading)
     whole.leave(("use_dft_loss",))  # weights of each token's loss: a few numbers per token (train/trainer_utils.py)
     if whole.switch("enable_liger_kernel"):  # model/model_utils/liger_kernel.py: other losses need logits
-        reading.tell_liger(*LIGER, key="enable_liger_kernel", loss=stage in (None, "pt", "sft"))
+        reading.set_liger(*LIGER, key="enable_liger_kernel", loss=stage in (None, "pt", "sft"))
     if adapted and "quantize" in reading.flags:  # model/model_utils/checkpointing.py, instead of peft's preparation
         upcast = "norms" if whole.switch("upcast_layernorm") else "none"
-        reading.tell("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
-    tell_dora(reading)
+        reading.set("upcast", "upcast_layernorm", upcast, filled=upcast == "none")
+    set_dora(reading)
     if (workers := whole.count("ray_num_workers")) is not None and workers > 1:
-        reading.tell("gpus", "ray_num_workers", workers, filled=True)
+        reading.set("gpus", "ray_num_workers", workers, filled=True)
     return reading.setup("llama-factory")
 
 
@@ -94,22 +104,22 @@ def _token_losses(reading: Reading, whole: Table) -> None:
     """
     if whole.text("stage") not in (None, "sft") or whole.switch("enable_liger_kernel"):
         return
-    by_deepspeed, named = reading.deepspeed is not None, reading.flags.get("model", Told("", None)).value
-    engine = reading.flags.get("engine", Told("", "")).value
+    by_deepspeed, named = reading.deepspeed is not None, reading.flags.get("model", Setting("", None)).value
+    engine = reading.flags.get("engine", Setting("", "")).value
     full = "lora_rank" not in reading.flags and whole.get("ref_model") is None
     if whole.switch("use_asft_loss") and by_deepspeed and full and isinstance(named, str):
-        reading.tell_log_probs("use_asft_loss", how="asft")
+        reading.set_log_probs("use_asft_loss", how="asft")
         # nothing is generated
-        reading.tell_loop("use_asft_loss", "distill", teacher_model=named, vllm_mode="server", max_completion_length=1)
+        reading.set_loop("use_asft_loss", "distill", teacher_model=named, vllm_mode="server", max_completion_length=1)
         whole.matters.pop("use_asft_loss", None)
     elif whole.switch("use_eaft_loss") and not by_deepspeed and engine in ("ddp", "fsdp1") and not whole.switch("use_dft_loss"):
-        reading.tell_log_probs("use_eaft_loss", how="eaft")
+        reading.set_log_probs("use_eaft_loss", how="eaft")
         whole.matters.pop("use_eaft_loss", None)
 
 
 def _adam_mini(reading: Reading) -> None:
     if reading.table.switch("use_adam_mini"):  # train/trainer_utils.py, _create_adam_mini_optimizer
-        reading.tell("optimizer", "use_adam_mini", "adam-mini")
+        reading.set("optimizer", "use_adam_mini", "adam-mini")
         reading.flags.pop("optimizer_impl", None)
 
 
@@ -174,7 +184,7 @@ def _tower(reading: Reading, whole: Table) -> None:
     keys = {"tower": "freeze_vision_tower", "projector": "freeze_multi_modal_projector"}
     frozen = [part for part, key in keys.items() if whole.switch(key) is not False]
     if len(frozen) < len(keys):
-        reading.tell("freeze", next(key for part, key in keys.items() if part not in frozen), ",".join(frozen) or "none")
+        reading.set("freeze", next(key for part, key in keys.items() if part not in frozen), ",".join(frozen) or "none")
 
 
 def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
@@ -183,7 +193,7 @@ def _precision(reading: Reading, whole: Table, *, adapted: bool) -> None:
     if whole.switch("pure_bf16"):
         if mixed or adapted:
             raise whole.refused("pure_bf16", "it is modelled with finetuning_type: full, and without bf16 and fp16")
-        reading.tell("precision", "pure_bf16", "bf16")
+        reading.set("precision", "pure_bf16", "bf16")
     elif adapted and not mixed:
         reading.asks["precision"] = (
             "neither bf16 nor fp16 is on, and the frozen weights get the dtype of the model's files; set --precision"
@@ -219,8 +229,8 @@ def _megatrons_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         made |= {"tuner_type": "lora", "lora_rank": whole.count("lora_rank") or _DEFAULT_RANK, "target_modules": "all-linear"}
     found = megatron_setup(Table(made, whole.where), folder, gpus)
     steps = whole.count("gradient_accumulation_steps")
-    flags = {flag: told._replace(key=_MEGATRONS_KEYS.get(flag, told.key)) for flag, told in found.flags.items()}
-    flags["grad_accum"] = Told("gradient_accumulation_steps", steps or 1, filled=steps is None)
+    flags = {flag: setting._replace(key=_MEGATRONS_KEYS.get(flag, setting.key)) for flag, setting in found.flags.items()}
+    flags["grad_accum"] = Setting("gradient_accumulation_steps", steps or 1, filled=steps is None)
     matters = {**found.matters, **({"finetuning_type": _ADAPTERS} if _has_adapters(whole) else {})}
     return found._replace(kind="llama-factory", flags=flags, matters=matters)
 
@@ -248,28 +258,28 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if whole.get("train_dataset") is None:
         raise SpecError(f"{whole.where}: it has no train_dataset, so that nothing is trained; give the file that trains")
     reading = Reading(whole, folder)
-    reading.tell_model("model", whole.text("model") or "Qwen/Qwen3-4B-Instruct-2507")
+    reading.set_model("model", whole.text("model") or "Qwen/Qwen3-4B-Instruct-2507")
     engine = _v1_engine(reading)
     adapted = _v1_adapter(reading)
     mixed = whole.switch("bf16") is not False
     if engine != "deepspeed":  # full tuning is in fp32; only FSDP2 computes in 16 bits (core/model_engine.py)
-        reading.tell("precision", "bf16", "bf16-mixed" if mixed and engine == "fsdp2" else "fp32", filled=engine == "ddp")
+        reading.set("precision", "bf16", "bf16-mixed" if mixed and engine == "fsdp2" else "fp32", filled=engine == "ddp")
     if adapted and not (mixed and engine == "fsdp2"):
         reading.asks["precision"] = _IN_16_BITS.format("adapters")
     ways = whole.count("cp_size") or 1
     each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
     length = whole.count("cutoff_len") or _DEFAULT_LENGTH
-    reading.tell("seq_len", "cutoff_len", -(-length // ways), note=ULYSSES if ways > 1 else "")
-    reading.tell_steps("global_batch_size", whole.count("global_batch_size"), each * max(1, (gpus or 1) // ways))
+    reading.set("seq_len", "cutoff_len", -(-length // ways), note=ULYSSES if ways > 1 else "")
+    reading.set_steps("global_batch_size", whole.count("global_batch_size"), each * max(1, (gpus or 1) // ways))
     again = whole.switch("enable_activation_checkpointing") is not False
-    reading.tell("recompute", "enable_activation_checkpointing", "full" if again else "none")
-    reading.tell("attention", "flash_attn", {"flash_attention_2": "flash"}.get(str(whole.get("flash_attn")), "sdpa"))
-    reading.tell("keep_logits", "loss", "fp32", filled=True, note=_COPIED)
-    reading.tell("optimizer", "optim_config", "adamw", filled=True)
+    reading.set("recompute", "enable_activation_checkpointing", "full" if again else "none")
+    reading.set("attention", "flash_attn", {"flash_attention_2": "flash"}.get(str(whole.get("flash_attn")), "sdpa"))
+    reading.set("keep_logits", "loss", "fp32", filled=True, note=_COPIED)
+    reading.set("optimizer", "optim_config", "adamw", filled=True)
     if whole.table("optim_config").text("name") not in (None, "adamw"):
         raise whole.refused("optim_config", "leave it out, which is AdamW")
     if whole.table("kernel_config").text("name") == "liger_kernel":
-        reading.tell_liger(*LIGER, key="kernel_config", loss=False)
+        reading.set_liger(*LIGER, key="kernel_config", loss=False)
     if (strategy := whole.text("batching_strategy")) not in (None, "normal"):
         reading.notes.append(_BATCHED.format(strategy))
     whole.leave(_V1_KNOWN.split())
@@ -285,11 +295,11 @@ def _v1_engine(reading: Reading) -> str:
         return "deepspeed"
     if name not in (None, "fsdp2"):
         raise dist.refused("name", "use fsdp2 or deepspeed")
-    reading.tell("engine", "dist_config.name", name or "ddp", filled=name is None)
+    reading.set("engine", "dist_config.name", name or "ddp", filled=name is None)
     keeps = dist.switch("reshard_after_forward") is False
-    reading.tell("stage", "dist_config.name", 0 if name is None else 2 if keeps else 3, filled=name is None)
+    reading.set("stage", "dist_config.name", 0 if name is None else 2 if keeps else 3, filled=name is None)
     if dist.switch("offload_params"):
-        reading.tell_offload("dist_config.offload_params")
+        reading.set_offload("dist_config.offload_params")
     return name or "ddp"
 
 
@@ -302,12 +312,12 @@ def _v1_adapter(reading: Reading) -> bool:
         raise peft.refused("name", "lora is modelled")
     targets = peft.get("target_modules") or "all"
     names = ",".join(map(str, targets)) if isinstance(targets, list) else str(targets)
-    reading.tell("lora_rank", "peft_config.r", peft.count("r") or _DEFAULT_RANK)
-    reading.tell("lora_targets", "peft_config.target_modules", OF_LINEAR if names == "all" else names)
-    reading.tell("lora_dropout", "peft_config.lora_dropout", number_of(peft.get("lora_dropout"), 0.05) > 0)
+    reading.set("lora_rank", "peft_config.r", peft.count("r") or _DEFAULT_RANK)
+    reading.set("lora_targets", "peft_config.target_modules", OF_LINEAR if names == "all" else names)
+    reading.set("lora_dropout", "peft_config.lora_dropout", number_of(peft.get("lora_dropout"), 0.05) > 0)
     if quant.text("name") is not None:
         if quant.count("quantization_bit") not in (None, 4):
             raise quant.refused("quantization_bit", "four bits are modelled")
         double = quant.switch("double_quantization") is not False
-        reading.tell("quantize", "quant_config", "nf4-double" if double else "nf4")
+        reading.set("quantize", "quant_config", "nf4-double" if double else "nf4")
     return True

@@ -13,7 +13,7 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
-from zeroplan.catalog.setups.told import FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.settings import FlatTable, Reading, Setting, Setup, Table, number_of
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.megatron import layers_of_layout
@@ -102,11 +102,11 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading = Reading(table, folder)
     if gpus is None:
         gpus = table.count("launched_gpus")
-    ranks = tell_megatron(reading, gpus, "")
+    ranks = read_megatron(reading, gpus, "")
     seq = next((key for key in ("seq_length", "max_length", "dataset.seq_length") if table.data.get(key)), "seq_length")
     reading.number("seq_len", seq)
     each = reading.number("micro_batch", "micro_batch_size", default=1) or 1
-    reading.tell_steps(*_batch_of_a_step(table), each * ranks)
+    reading.set_steps(*_batch_of_a_step(table), each * ranks)
     _adapter(reading)
     _attention(reading)
     _optimizer(reading)
@@ -117,12 +117,12 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
     table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format")
     _counted(table, ["modules_to_save"] * ("modules_to_save" in reading.flags))
-    away = "megatron.optimizer_offload_fraction" in reading.options
-    _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"] * away)
+    offloads = "megatron.optimizer_offload_fraction" in reading.options
+    _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"] * offloads)
     if "pipeline_layers" in reading.flags:
         _counted(table, [key for key in table.matters if any(fnmatchcase(key, one) for one in _CUTS.split())])
     else:
-        tell_stages(reading)
+        read_stages(reading)
     _prefetched(reading)
     if _scales_in_place_of_casts(reading):
         _counted(table, table.like("use_mup mup_*"))
@@ -140,7 +140,7 @@ def _batch_of_a_step(table: Table) -> tuple[str, int | None]:
     return "global_batch_size", table.count("global_batch_size") or (16 if _is_swift(table) else None)
 
 
-def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
+def read_megatron(reading: Reading, gpus: int | None, before: str) -> int:
     """Read engine, degrees and recomputation from keys that begin with ``before``; returns the data-parallel ranks."""
     table, override = reading.table, f"{before}override_transformer_config."
     sizes = {
@@ -162,13 +162,13 @@ def tell_megatron(reading: Reading, gpus: int | None, before: str) -> int:
         _precision(reading, own=own)
         _recomputation(reading, override if before else "")
         return gpus // split
-    reading.tell("engine", "Megatron-LM", "megatron")
+    reading.set("engine", "Megatron-LM", "megatron")
     _sharding(reading, before, own=own)
     _precision(reading, own=own)
     on = tp > 1 and (
         table.switch(f"{before}sequence_parallel") or (before != "" and table.get(f"{before}sequence_parallel") is None)
     )
-    reading.tell("sequence_parallel", f"{before}sequence_parallel", value=bool(on))
+    reading.set("sequence_parallel", f"{before}sequence_parallel", value=bool(on))
     _recomputation(reading, override if before else "")
     _schedule(reading, before, pp)
     _options(reading, override if before else "", etp)
@@ -181,16 +181,16 @@ def _world_size(reading: Reading, gpus: int | None, least: int) -> int:
     counted = -(-(gpus or least) // least) * least
     if gpus and gpus % least:
         note = f"{gpus} GPUs are given, but the degrees need a multiple of {least}: {counted} are counted"
-    reading.tell("gpus", "world size", counted, filled=True, note=note)
+    reading.set("gpus", "world size", counted, filled=True, note=note)
     return counted
 
 
 def _torch_fsdp2(reading: Reading, before: str) -> None:
     table = reading.table
-    reading.tell("engine", "use_torch_fsdp2", "fsdp2")
+    reading.set("engine", "use_torch_fsdp2", "fsdp2")
     reading.unmodelled(saves="transformer_impl")  # zeroplan counts transformers' layers, which keep more
     table.leave(("no_gradient_accumulation_fusion",))  # FSDP2 has a gradient of its own for each weight
-    reading.tell("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
+    reading.set("stage", "use_torch_fsdp2", 2 if table.switch(f"{before}torch_fsdp2_no_reshard_after_forward") else 3)
 
 
 def _sharding(reading: Reading, before: str, *, own: bool) -> None:
@@ -202,28 +202,28 @@ def _sharding(reading: Reading, before: str, *, own: bool) -> None:
         strategy = table.text(f"{before}data_parallel_sharding_strategy") or _STRATEGIES[0]
         if strategy not in _STRATEGIES:
             raise table.refused(f"{before}data_parallel_sharding_strategy", f"Megatron-LM has {', '.join(_STRATEGIES)}")
-        reading.tell("stage", f"{before}data_parallel_sharding_strategy", _STRATEGIES.index(strategy))
+        reading.set("stage", f"{before}data_parallel_sharding_strategy", _STRATEGIES.index(strategy))
     else:
-        reading.tell("stage", "use_distributed_optimizer", 1 if shards else 0)
+        reading.set("stage", "use_distributed_optimizer", 1 if shards else 0)
 
 
 def _precision(reading: Reading, *, own: bool) -> None:
     """Read the precision. The default is fp32 in Megatron-LM, and bf16 in programs on Megatron-Core, which ``own`` marks."""
     half = "fp16" if reading.table.switch("fp16") else "bf16" if reading.table.switch("bf16") or own else None
-    reading.tell("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
+    reading.set("precision", half or "bf16", f"{half}-mixed" if half else "fp32", filled=own)
 
 
 def _recomputation(reading: Reading, before: str) -> None:
     table = reading.table
-    said = table.text(f"{before}recompute_granularity")
-    word = said or ("selective" if table.switch("recompute_activations") or (not before and _is_swift(table)) else None)
-    reading.tell("recompute", f"{before}recompute_granularity", word or "none")
+    granularity = table.text(f"{before}recompute_granularity")
+    word = granularity or ("selective" if table.switch("recompute_activations") or (not before and _is_swift(table)) else None)
+    reading.set("recompute", f"{before}recompute_granularity", word or "none")
     if table.text(f"{before}recompute_method") == "block" and (layers := table.count(f"{before}recompute_num_layers")):
-        reading.tell("recompute_layers", f"{before}recompute_num_layers", layers)
+        reading.set("recompute_layers", f"{before}recompute_num_layers", layers)
     modules = table.get(f"{before}recompute_modules")
     if modules and word == "selective":
         names = modules.strip("[]").replace(",", " ").split() if isinstance(modules, str) else modules
-        reading.options["megatron.recompute_modules"] = Told(
+        reading.options["megatron.recompute_modules"] = Setting(
             "recompute_modules", ",".join(map(str, cast("list[object]", names)))
         )
 
@@ -236,10 +236,10 @@ def _schedule(reading: Reading, before: str, pp: int) -> None:
     if layout := table.text(f"{before}pipeline_model_parallel_layout"):
         each = _laid_out(reading, layout) // pp
     elif pp > 1 and layers and (cut := _unevenly(table, layers, pp, each or 1)):
-        reading.tell("pipeline_layers", "pipeline split", ",".join(map(str, cut)))
+        reading.set("pipeline_layers", "pipeline split", ",".join(map(str, cut)))
     if pp > 1 and (each or 1) > 1:
-        reading.tell("pipeline_schedule", "virtual stages", "interleaved-1f1b")
-        reading.tell("pipeline_stages_per_rank", "virtual stages", each)
+        reading.set("pipeline_schedule", "virtual stages", "interleaved-1f1b")
+        reading.set("pipeline_stages_per_rank", "virtual stages", each)
 
 
 def _unevenly(table: Table, layers: int, pp: int, chunks: int) -> list[int] | None:
@@ -249,10 +249,10 @@ def _unevenly(table: Table, layers: int, pp: int, chunks: int) -> list[int] | No
     """
     first, last = (table.count(f"decoder_{end}_pipeline_num_layers", least=0) for end in ("first", "last"))
     counts = [int(bool(table.switch(f"account_for_{part}_in_pipeline_split"))) for part in ("embedding", "loss")]
-    said = [one for one in (first, last) if one is not None]
-    if not said and not any(counts):
+    ends = [one for one in (first, last) if one is not None]
+    if not ends and not any(counts):
         return None
-    rest, ranks = layers + sum(counts) - sum(said), pp - len(said)
+    rest, ranks = layers + sum(counts) - sum(ends), pp - len(ends)
     each = [rest // ranks] * pp if ranks else [0] * pp
     each = [each[0] if first is None else first, *each[1:-1], each[-1] if last is None else last]
     if sum(each) != layers + sum(counts) or any(one % chunks for one in each):
@@ -268,7 +268,7 @@ def _laid_out(reading: Reading, layout: str) -> int:
     except SpecError as error:
         reading.table.matters["pipeline_model_parallel_layout"] = str(error)
         return 0
-    reading.tell("pipeline_layers", "pipeline_model_parallel_layout", ",".join(map(str, chunks)))
+    reading.set("pipeline_layers", "pipeline_model_parallel_layout", ",".join(map(str, chunks)))
     return len(chunks)
 
 
@@ -300,7 +300,7 @@ def _options(reading: Reading, before: str, etp: int) -> None:
     fuses = table.switch(f"{before}cross_entropy_loss_fusion")
     if fuses or (fuses is None and not before and _is_swift(table)):
         options["cross_entropy_fusion_impl"] = table.text(f"{before}cross_entropy_fusion_impl") or "native"
-    reading.options |= {f"megatron.{name}": Told(name, one) for name, one in options.items() if one is not None}
+    reading.options |= {f"megatron.{name}": Setting(name, one) for name, one in options.items() if one is not None}
 
 
 #: Transformer Engine d0067d0, attention/dot_product_attention/context_parallel.py, AttnFuncWithCPAndKVP2P: it saves queries, keys,
@@ -341,7 +341,7 @@ def _attention(reading: Reading) -> None:
     word = str(table.get("attention_backend") or ("flash" if _is_swift(table) else "auto")).rpartition(".")[2]
     kind = "eager" if table.data.get("transformer_impl") == "local" else _BACKENDS.get(word.partition("_")[0])
     if kind:
-        reading.tell(
+        reading.set(
             "attention", "attention_backend", kind, filled=table.data.get("attention_backend") is None and kind != "eager"
         )
 
@@ -349,20 +349,20 @@ def _attention(reading: Reading) -> None:
 def _hybrid(reading: Reading, chunks: list[str], *, ranks_of_pipeline: int) -> None:
     """Read a hybrid model's layers; ``chunks``: one letter per layer, for each chunk of the pipeline."""
     heads = reading.table.count("mamba_num_heads")
-    said = {"hybrid_layer_pattern": "".join(chunks), **({"mamba_num_heads": heads} if heads else {})}
-    reading.options |= {f"megatron.{name}": Told(name, one) for name, one in said.items()}
+    pattern = {"hybrid_layer_pattern": "".join(chunks), **({"mamba_num_heads": heads} if heads else {})}
+    reading.options |= {f"megatron.{name}": Setting(name, one) for name, one in pattern.items()}
     if len(chunks) > 1:
-        reading.tell("pipeline_layers", "hybrid_layer_pattern", ",".join(str(len(chunk)) for chunk in chunks))
+        reading.set("pipeline_layers", "hybrid_layer_pattern", ",".join(str(len(chunk)) for chunk in chunks))
     if (each := len(chunks) // ranks_of_pipeline) > 1:
-        reading.tell("pipeline_schedule", "hybrid_layer_pattern", "interleaved-1f1b")
-        reading.tell("pipeline_stages_per_rank", "hybrid_layer_pattern", each)
+        reading.set("pipeline_schedule", "hybrid_layer_pattern", "interleaved-1f1b")
+        reading.set("pipeline_stages_per_rank", "hybrid_layer_pattern", each)
 
 
 def _optimizer(reading: Reading) -> None:
     table = reading.table
     word = str(table.get("optimizer") or "adam")
     if word in ("muon", "dist_muon") and "engine" in reading.flags:
-        reading.tell("optimizer", "optimizer", "muon")
+        reading.set("optimizer", "optimizer", "muon")
     elif word not in ("adam", "adamw", "True"):
         table.matters["optimizer"] = f"optimizer={shown(word)} is not modelled with Megatron-Core: Adam is counted in its place"
 
@@ -375,20 +375,20 @@ def _is_swift(table: Table) -> bool:
 def _loop(reading: Reading) -> None:
     """Read ms-swift's training methods on Megatron-Core (megatron/trainers/): pairs, reward head, and rollouts."""
     table, flags = reading.table, reading.flags
-    tell_task(reading, table)
+    read_task(reading, table)
     if table.text("task_type") == "seq_cls":
         reading.head_rows = table.count("num_labels") or 2
     if (task := table.text("task_type")) in _OF_LAST_TOKENS:
-        reading.options["megatron.last_tokens"] = Told("task_type", _OF_LAST_TOKENS[task])
+        reading.options["megatron.last_tokens"] = Setting("task_type", _OF_LAST_TOKENS[task])
     if (kind := table.text("rlhf_type")) not in ("dpo", "kto", "rm", "grpo"):
         return
     table.matters.pop("rlhf_type")
     if kind in ("dpo", "rm"):
-        reading.tell_pairs()
+        reading.set_pairs()
     if kind == "rm":
         reading.head_rows = 1
     elif kind in ("dpo", "kto"):
-        reading.tell_loop("rlhf_type", kind, full_logits=True)
+        reading.set_loop("rlhf_type", kind, full_logits=True)
     else:
         completion = table.count("max_completion_length") or 512
         if "seq_len" in flags:
@@ -398,9 +398,9 @@ def _loop(reading: Reading) -> None:
 
 def _tower(reading: Reading) -> None:
     """Read ms-swift's images and frozen tower, which is not recomputed by default (megatron/arguments/megatron_args.py)."""
-    from zeroplan.catalog.setups.ms_swift import tell_tower  # noqa: PLC0415  which imports this module
+    from zeroplan.catalog.setups.ms_swift import read_tower  # noqa: PLC0415  which imports this module
 
-    tell_tower(reading, reading.table)
+    read_tower(reading, reading.table)
     if (model := reading.known_model()) is None or model.vision is None:
         return
     if reading.table.switch("vit_gradient_checkpointing"):
@@ -417,7 +417,7 @@ _NEGATIVES = (
 _FEW = "the logits of few tokens or none are needed: Liger's fused loss is counted, which has a piece of all logits beside"
 
 
-def tell_task(reading: Reading, table: Table) -> None:
+def read_task(reading: Reading, table: Table) -> None:
     """Read sequences per example and the head of ms-swift's special tasks (template/base.py, model/patcher.py).
 
     ``_reranker_data_collator`` has MAX_POSITIVE_SAMPLES answers, and MAX_NEGATIVE_SAMPLES more for each.
@@ -428,12 +428,12 @@ def tell_task(reading: Reading, table: Table) -> None:
         each = right * (1 + (7 if wrong is None else wrong))
         reading.flags["micro_batch"] = size._replace(value=int(str(size.value)) * each, note=_RANKED.format(each))
     elif task == "embedding":
-        reading.tell_pairs()
+        reading.set_pairs()
         reading.notes.append(_NEGATIVES)
     if task == "reranker":
         reading.head_rows = 1
     elif task in ("generative_reranker", "embedding") and not _on_megatron_alone(reading):
-        reading.tell("loss", "task_type", "fused", filled=True, note=_FEW)
+        reading.set("loss", "task_type", "fused", filled=True, note=_FEW)
 
 
 def _on_megatron_alone(reading: Reading) -> bool:
@@ -446,15 +446,15 @@ def rolls_out(reading: Reading, table: Table, completion: int | None, *, keeps_r
     """Read the rollouts of ms-swift's GRPO with vLLM (arguments/rlhf_args.py)."""
     level, beta, memory = (table.get(key) for key in ("sleep_level", "beta", "vllm_gpu_memory_utilization"))
     here = table.text("vllm_mode") != "server"
-    away = keeps_reference is not None and table.switch("offload_model") and table.switch("offload_optimizer")
+    offloads = keeps_reference is not None and table.switch("offload_model") and table.switch("offload_optimizer")
     sleeps = here and str(level or 0) in ("1", "2")
-    reading.tell_loop(
+    reading.set_loop(
         "rlhf_type", "grpo", full_logits=True, beta=number_of(beta, 0.04), num_generations=table.count("num_generations"),
         max_completion_length=completion, steps_per_generation=table.count("steps_per_generation"),
         vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.9) if here else None,
         vllm_tensor_parallel_size=table.count("vllm_tensor_parallel_size"), vllm_enable_sleep_mode=sleeps or None,
         vllm_sleep_level=int(str(level)) if sleeps else None, keeps_reference=keeps_reference or None,
-        offloads_between_updates=away or None,
+        offloads_between_updates=offloads or None,
     )  # fmt: skip
 
 
@@ -492,21 +492,21 @@ _FIRST = ("decoder_first_pipeline_num_layers", "num_layers_in_first_pipeline_sta
 _LAST = ("decoder_last_pipeline_num_layers", "num_layers_in_last_pipeline_stage")
 
 
-def tell_stages(reading: Reading, before: str = "") -> None:
+def read_stages(reading: Reading, before: str = "") -> None:
     """Read pipelines whose first or last stage has its own number of layers (get_num_layers_to_build)."""
     table, model = reading.table, reading.known_model()
     keys = [[f"{before}{key}" for key in end] for end in (_FIRST, _LAST)]
     first, last = (next((found for key in end if (found := table.count(key))), 0) for end in keys)
     layers = table.count("num_layers") or (0 if model is None else model.num_hidden_layers)
-    stages = int(str(reading.flags.get("pipeline_parallel", Told("", 1)).value))
+    stages = int(str(reading.flags.get("pipeline_parallel", Setting("", 1)).value))
     rest, left = stages - (first > 0) - (last > 0), layers - first - last
     if not (first or last) or "pipeline_stages_per_rank" in reading.flags or rest < 1 or left <= 0 or left % rest:
         table.read.difference_update(*keys)
         return
     chunks = ([first] if first else []) + [left // rest] * rest + ([last] if last else [])
-    said = [key for end in keys for key in end if key in table.data]
-    reading.tell("pipeline_layers", said[0], ",".join(map(str, chunks)))
-    _counted(table, said)
+    given = [key for end in keys for key in end if key in table.data]
+    reading.set("pipeline_layers", given[0], ",".join(map(str, chunks)))
+    _counted(table, given)
 
 
 def _counted(table: Table, keys: list[str]) -> None:
@@ -524,14 +524,14 @@ def _adapter(reading: Reading) -> None:
     targets = table.get("target_modules") or "all-linear"
     names = map(str, targets) if isinstance(targets, list) else str(targets).replace(",", " ").split()
     reading.number("lora_rank", "lora_rank", default=8)
-    reading.tell("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
-    reading.tell("lora_dropout", "lora_dropout", number_of(table.get("lora_dropout"), 0.05) > 0, filled=True)
-    said = table.data.get("modules_to_save") or []
-    whole = said.replace(",", " ").split() if isinstance(said, str) else said
+    reading.set("lora_targets", "target_modules", ",".join(_LAYERS.get(one, one) for one in names))
+    reading.set("lora_dropout", "lora_dropout", number_of(table.get("lora_dropout"), 0.05) > 0, filled=True)
+    trained_whole = table.data.get("modules_to_save") or []
+    whole = trained_whole.replace(",", " ").split() if isinstance(trained_whole, str) else trained_whole
     if table.text("task_type") == "seq_cls" and isinstance(whole, list):
         whole = [*whole, "output_layer"]
     if isinstance(whole, list) and whole and set(map(str, whole)) <= _WHOLE.keys():
-        reading.tell("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
+        reading.set("modules_to_save", "modules_to_save", ",".join(_WHOLE[str(one)] for one in whole))
     reading.flags |= {name: reading.flags[name]._replace(also=("fsdp2", 2, 3)) for name in ("engine", "stage")}
 
 
@@ -541,8 +541,8 @@ def _option(table: Table, before: str, name: str, default: object) -> object:
     if name in _FLOATS:
         return str(table.get(f"{before}{name}") or ("0" if others else "0.1")).strip("0.") != ""
     if isinstance(default, bool):
-        said = False if table.switch(f"{before}no_{name}") else table.switch(f"{before}{name}")
-        return bool(said) if name == "moe_grouped_gemm" and not others else said
+        given = False if table.switch(f"{before}no_{name}") else table.switch(f"{before}{name}")
+        return bool(given) if name == "moe_grouped_gemm" and not others else given
     if name == _GROUP:
         return table.count(f"{before}{name}") or table.count(f"{before}microbatch_group_size_per_vp_stage")
     if isinstance(default, int):
@@ -555,9 +555,9 @@ def _model(reading: Reading) -> None:
     table = reading.table
     named = next((key for key in ("model", "hf_path", "hf_model_id") if isinstance(table.data.get(key), str)), None)
     if named is not None:
-        reading.tell_model(named, str(table.get(named)))
+        reading.set_model(named, str(table.get(named)))
     elif table.data.get("num_layers") and table.data.get("hidden_size"):
-        reading.tell("model", "num_layers, hidden_size", _shape(reading))
+        reading.set("model", "num_layers, hidden_size", _shape(reading))
 
 
 def _shape(reading: Reading) -> ModelSpec:
@@ -568,9 +568,9 @@ def _shape(reading: Reading) -> ModelSpec:
         table.switch(name)
     config = _config(reading)
     if config["model_type"] != "gpt2" and not table.switch("swiglu"):
-        reading.options["megatron.swiglu"] = Told("swiglu", value=False)
+        reading.options["megatron.swiglu"] = Setting("swiglu", value=False)
     if config["model_type"] in ("llama", "mixtral") and table.switch("qk_layernorm"):
-        reading.options["megatron.qk_layernorm"] = Told("qk_layernorm", value=True)
+        reading.options["megatron.qk_layernorm"] = Setting("qk_layernorm", value=True)
     return model_from_config(config, name="Megatron-LM's arguments")
 
 
@@ -594,7 +594,7 @@ def _config(reading: Reading) -> dict[str, object]:
         inner = table.count("moe_ffn_hidden_size") or width
         picks = table.count("moe_router_topk") or 2
         if shared := table.count("moe_shared_expert_intermediate_size"):
-            reading.options["megatron.moe_shared_expert_intermediate_size"] = Told(
+            reading.options["megatron.moe_shared_expert_intermediate_size"] = Setting(
                 "moe_shared_expert_intermediate_size", shared
             )
         kind = {"model_type": "qwen3_moe", "num_experts": experts, "moe_intermediate_size": inner, "norm_topk_prob": True,
@@ -632,8 +632,8 @@ def _latent(table: Table, experts: int | None, dense_width: int, layers: int) ->
 
 def _vocabulary(reading: Reading) -> int:
     table = reading.table
-    said = table.count("vocab_size") or table.count("padded_vocab_size")
+    given = table.count("vocab_size") or table.count("padded_vocab_size")
     kind = table.text("tokenizer_type") or "GPT2BPETokenizer"
-    if said is None and kind not in _VOCABULARIES:
+    if given is None and kind not in _VOCABULARIES:
         reading.notes.append(f"the vocabulary of tokenizer {kind} is not in the arguments: 131072 entries are counted")
-    return said or _VOCABULARIES.get(kind, 131072)
+    return given or _VOCABULARIES.get(kind, 131072)

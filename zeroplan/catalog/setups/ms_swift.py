@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.told import LIGER, ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError
@@ -70,15 +70,15 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
     _task(reading, whole)
     _loop(reading, whole)
-    tell_tower(reading, whole)
+    read_tower(reading, whole)
     _more_words(reading, whole)
     _galore(reading, whole)
     if (launched := table.count("launched_gpus")) is not None:
-        reading.tell("gpus", "NPROC_PER_NODE", launched)
+        reading.set("gpus", "NPROC_PER_NODE", launched)
     if table.count("gradient_accumulation_steps") is None:
         each = table.count("per_device_train_batch_size") or 1
         steps = 1 if whole.data.get("rlhf_type") == "grpo" else max(1, -(-16 // (each * (launched or gpus or 1))))
-        reading.tell("grad_accum", "gradient_accumulation_steps", steps, filled=True)
+        reading.set("grad_accum", "gradient_accumulation_steps", steps, filled=True)
     reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
 
@@ -91,8 +91,8 @@ _MORE_ROWS = (
 
 def _more_words(reading: Reading, whole: Table) -> None:
     """Read new tokens, written out or in text files, of a model without a tower (model/register.py, _add_new_special_tokens)."""
-    said, model = whole.get("new_special_tokens"), reading.known_model()
-    names = said.split() if isinstance(said, str) else [str(one) for one in said] if isinstance(said, list) else []
+    tokens, model = whole.get("new_special_tokens"), reading.known_model()
+    names = tokens.split() if isinstance(tokens, str) else [str(one) for one in tokens] if isinstance(tokens, list) else []
     if not names or model is None or model.vision is not None:
         return
     words: list[str] = []
@@ -103,7 +103,7 @@ def _more_words(reading: Reading, whole: Table) -> None:
         words += [name] if path is None else read_text(path, what="file of tokens").split()
     rows = round_up(model.vocab_size + len(words), 128)
     note = _MORE_ROWS.format(rows, len(words))
-    reading.tell("model", reading.flags["model"].key, replace(model, vocab_size=rows), note=note)
+    reading.set("model", reading.flags["model"].key, replace(model, vocab_size=rows), note=note)
     whole.matters.pop("new_special_tokens", None)
 
 
@@ -119,7 +119,7 @@ def _galore(reading: Reading, whole: Table) -> None:
     """Read GaLore in full training on one GPU and under DDP; one optimizer per parameter takes no other memory."""
     alone = "engine" in reading.flags and reading.flags["engine"].value == "ddp" and "lora_rank" not in reading.flags
     if whole.switch("use_galore") and alone and all(whole.get(key) in fits for key, fits in _OF_GALORE.items()):
-        reading.tell("optimizer", "use_galore", "galore")
+        reading.set("optimizer", "use_galore", "galore")
         reading.flags.pop("optimizer_impl", None)
         whole.matters.pop("use_galore")
         whole.saves.discard("use_galore")
@@ -131,41 +131,41 @@ def _task(reading: Reading, whole: Table) -> None:
     if kind in _COMPLETED and length is not None:
         completion = next((found for key in ("response_length", "max_new_tokens", "max_completion_length")
                            if (found := whole.count(key))), 512)  # fmt: skip
-        reading.tell("seq_len", "max_length and max_completion_length", length + completion)
+        reading.set("seq_len", "max_length and max_completion_length", length + completion)
     elif length is not None:
-        reading.tell("seq_len", "max_length", length)
+        reading.set("seq_len", "max_length", length)
     if (ways := whole.count("sequence_parallel_size") or 1) > 1 and "seq_len" in reading.flags:
-        told = reading.flags["seq_len"]
-        reading.flags["seq_len"] = told._replace(value=-(-int(str(told.value)) // ways), note=ULYSSES)
+        seq_len = reading.flags["seq_len"]
+        reading.flags["seq_len"] = seq_len._replace(value=-(-int(str(seq_len.value)) // ways), note=ULYSSES)
     if kind in _PAIRED:
-        reading.tell_pairs()
+        reading.set_pairs()
     if kind == "rm" or task == "seq_cls":
         reading.head_rows = 1 if kind == "rm" else whole.count("num_labels") or 2
     elif task not in (None, "causal_lm"):
-        from zeroplan.catalog.setups.megatron_arguments import tell_task  # noqa: PLC0415  few files have another task
+        from zeroplan.catalog.setups.megatron_arguments import read_task  # noqa: PLC0415  few files have another task
 
-        tell_task(reading, whole)
+        read_task(reading, whole)
     if whole.switch("vit_gradient_checkpointing") is (whole.switch("gradient_checkpointing") is not False):
         reading.table.leave(("vit_gradient_checkpointing",))  # its default (arguments/sft_args.py)
     if whole.switch("padding_free"):
         reading.notes.append(_PADDING)
 
 
-def tell_tower(reading: Reading, whole: Table) -> None:
+def read_tower(reading: Reading, whole: Table) -> None:
     """Read the largest image, and which parts of the vision tower are frozen, as by default (arguments/tuner_args.py)."""
     pixels = "max_pixels" if whole.get("max_pixels") is not None else "MAX_PIXELS"
-    reading.tell_largest_image(whole, pixels=pixels, tokens="IMAGE_MAX_TOKEN_NUM")
+    reading.set_largest_image(whole, pixels=pixels, tokens="IMAGE_MAX_TOKEN_NUM")
     parts = {"tower": "freeze_vit", "projector": "freeze_aligner"}
     frozen = [part for part, key in parts.items() if whole.switch(key) is not False]
     if len(frozen) < len(parts):
-        reading.tell("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
+        reading.set("freeze", next(key for part, key in parts.items() if part not in frozen), ",".join(frozen) or "none")
 
 
 def _loop(reading: Reading, whole: Table) -> None:
     """Read the loop of DPO, KTO, GRPO or GKD (rlhf_trainers/, arguments/rlhf_args.py)."""
     kind, reference = whole.text("rlhf_type"), whole.text("ref_model")
     if kind in ("dpo", "kto"):
-        reading.tell_loop("rlhf_type", kind, full_logits=True)
+        reading.set_loop("rlhf_type", kind, full_logits=True)
     elif kind == "grpo":
         _compares_rollouts(reading, whole)
     elif kind == "gkd":
@@ -186,7 +186,7 @@ def _liger(reading: Reading, whole: Table, kind: str | None) -> None:
     """Read Liger's kernels beside a loss of the loop's own; in loops other than DPO's, Liger has another loss for it."""
     if kind == "dpo" and whole.switch("use_liger_kernel"):
         reading.flags.pop("loss", None)  # the model gets no labels, so that Liger's loss does not run (dpo_trainer.py)
-        reading.tell_liger(*LIGER, key="use_liger_kernel", loss=False)
+        reading.set_liger(*LIGER, key="use_liger_kernel", loss=False)
         whole.matters.pop("use_liger_kernel", None)
         whole.saves.discard("use_liger_kernel")
     elif kind is not None and "fused_kernels" in reading.flags:
@@ -203,7 +203,7 @@ def _wide_logits(reading: Reading) -> None:
     """
     scores = reading.loop.get("workflow") in ("dpo", "kto", "grpo") and reading.deepspeed is None
     if scores and str(reading.flags["precision"].value).endswith("mixed"):
-        reading.tell("keep_logits", "rlhf_type", "fp32", filled=True)
+        reading.set("keep_logits", "rlhf_type", "fp32", filled=True)
 
 
 def _compares_rollouts(reading: Reading, whole: Table) -> None:
@@ -224,9 +224,9 @@ def _compares_rollouts(reading: Reading, whole: Table) -> None:
 
 def _scored_by_a_teacher(reading: Reading, whole: Table) -> None:
     """Read OPD-RL: a teacher on the GPUs scores the rollouts (rlhf_trainers/rollout_mixin.py, _setup_teacher)."""
-    teacher, said = whole.text("teacher_model"), str(whole.get("teacher_deepspeed") or "")
-    stage = re.fullmatch(r"zero([0-3])(_offload)?", said)
-    if teacher is None or (said and stage is None):
+    teacher, deepspeed = whole.text("teacher_model"), str(whole.get("teacher_deepspeed") or "")
+    stage = re.fullmatch(r"zero([0-3])(_offload)?", deepspeed)
+    if teacher is None or (deepspeed and stage is None):
         return
     reading.loop |= {"scored_by": teacher, **({"stage_of_teacher": int(stage[1])} if stage else {})}
     for key in ("teacher_model", "offload_teacher_model"):  # a teacher moved to the host is counted on the GPU
@@ -249,8 +249,8 @@ def _distils(reading: Reading, whole: Table) -> None:
     here = vllm and whole.text("vllm_mode") != "server"
     share = number_of(whole.get("vllm_gpu_memory_utilization"), 0.9) if here else None
     beside = number_of(whole.get("sft_alpha"), 0.0) > 0  # the model computes cross-entropy, too
-    reading.tell_log_probs("rlhf_type", how="jsd and sft" if beside else "jsd")
-    reading.tell_loop(
+    reading.set_log_probs("rlhf_type", how="jsd and sft" if beside else "jsd")
+    reading.set_loop(
         "rlhf_type", "distill", teacher_model=teacher, vllm_mode="colocate" if here else "server",
         vllm_gpu_memory_utilization=share, vllm_tensor_parallel_size=whole.count("vllm_tensor_parallel_size") if here else None,
         vllm_enable_sleep_mode=(here and whole.count("sleep_level", least=0) not in (None, 0)) or None,
@@ -279,8 +279,8 @@ def _made(whole: Table) -> dict[str, object]:
     if bits is not None and method not in (None, "bnb"):
         whole.matters["quant_method"] = f"quant_method={method}: bitsandbytes' four bits are counted in its place"
     targets = whole.get("target_modules") or "all-linear"
-    said = whole.get("modules_to_save") or []
-    whole_modules = said.split() if isinstance(said, str) else said
+    value = whole.get("modules_to_save") or []
+    whole_modules = value.split() if isinstance(value, str) else value
     adapters = {
         "lora_modules_to_save": whole_modules,
         "use_peft": True, "lora_r": whole.count("lora_rank") or 8, "load_in_4bit": bits == 4,
@@ -306,16 +306,16 @@ def _named(whole: Table) -> str | None:
     return f"{named}-whole" if named is not None and "Qwen2.5-Omni" in named and whole_model else named
 
 
-def _of_text(said: object, where: str) -> object:
+def _of_text(value: object, where: str) -> object:
     """Return a table that a command gives as JSON."""
-    return strict_json(said, where) if isinstance(said, str) else said
+    return strict_json(value, where) if isinstance(value, str) else value
 
 
-def _deepspeed(said: object, secondary: int | None) -> object:
+def _deepspeed(value: object, secondary: int | None) -> object:
     """Return the content of a file that ms-swift ships, such as ``zero2_offload``; else the path or configuration unchanged."""
-    if not isinstance(said, str) or not said.startswith("zero") or not said[4:5].isdigit():
-        return said
-    stage, offloads = int(said[4]), said.endswith("_offload")
+    if not isinstance(value, str) or not value.startswith("zero") or not value[4:5].isdigit():
+        return value
+    stage, offloads = int(value[4]), value.endswith("_offload")
     zero: dict[str, object] = {
         "stage": stage,
         "overlap_comm": False,

@@ -7,7 +7,7 @@ OpenRLHF's defaults for keys left out. For PPO, the job is the actor's update. O
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import FILLED, DeepSpeedPart, FlatTable, Reading, Setup, Table
+from zeroplan.catalog.setups.settings import FILLED, DeepSpeedPart, FlatTable, Reading, Setup, Table
 
 #: Today's name of each key of releases before 0.10.
 _OLDER = {
@@ -36,17 +36,17 @@ def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     elif compares:
         table.matters["ref"] = _PAIRS
     if gpus is not None:
-        reading.tell("gpus", "GPUs", gpus)
+        reading.set("gpus", "GPUs", gpus)
     named = next((key for key in (f"{part}.model_name_or_path", "model.model_name_or_path") if table.text(key)), None)
     if named is not None:
-        reading.tell_model(named, str(table.data[named]))
-    reading.tell_frozen_tower("actor.freeze_visual_encoder")
+        reading.set_model(named, str(table.data[named]))
+    reading.set_frozen_tower("actor.freeze_visual_encoder")
     _batch(reading, gpus or 1, twice=compares and not is_policy, each=1 if is_policy else 8)
     recomputes = table.switch(f"{part}.gradient_checkpointing_enable") or table.switch("model.gradient_checkpointing_enable")
-    reading.tell("recompute", f"{part}.gradient_checkpointing_enable", "full" if recomputes else "none")
+    reading.set("recompute", f"{part}.gradient_checkpointing_enable", "full" if recomputes else "none")
     word = str(table.get("ds.attn_implementation") or "flash_attention_2")
     kind = word if word in ("eager", "sdpa") else "flash"
-    reading.tell("attention", "ds.attn_implementation", kind, filled="ds.attn_implementation" not in table.data)
+    reading.set("attention", "ds.attn_implementation", kind, filled="ds.attn_implementation" not in table.data)
     table.leave(("ds.ring_attn_head_stride", "ds.packing_samples"))
     _adapter(reading)
     reading.deepspeed = DeepSpeedPart(_deepspeed(table), f"{table.where}: ds.")
@@ -59,13 +59,13 @@ def _batch(reading: Reading, gpus: int, *, twice: bool, each: int) -> None:
     ways = table.count("ds.ring_attn_size") or 1
     note = "ring attention splits a sequence over ranks: a rank's share of its tokens is counted" if ways > 1 else ""
     length = table.count("data.max_len")
-    reading.tell("seq_len", "data.max_len", -(-(length or 2048) // ways), filled=length is None, note=note)
+    reading.set("seq_len", "data.max_len", -(-(length or 2048) // ways), filled=length is None, note=note)
     size = reading.number("micro_batch", "train.micro_batch_size", default=each, times=2 if twice else 1) or 1
     if table.switch("train.dynamic_batch_enable"):  # trainer/ppo_utils/replay_buffer.py, setup_dynamic_batch
         tokens = (table.count("train.max_tokens_per_gpu") or 16192) * ways
         size = max(1, -(-tokens // (length or 2048)))
-        reading.tell("micro_batch", "train.max_tokens_per_gpu", size, note=FILLED.format(tokens))
-    reading.tell_steps("train.batch_size", table.count("train.batch_size") or 128, size * max(1, gpus // ways))
+        reading.set("micro_batch", "train.max_tokens_per_gpu", size, note=FILLED.format(tokens))
+    reading.set_steps("train.batch_size", table.count("train.batch_size") or 128, size * max(1, gpus // ways))
 
 
 def _adapter(reading: Reading) -> None:
@@ -73,15 +73,15 @@ def _adapter(reading: Reading) -> None:
     rank, targets = table.count("ds.lora.rank", least=0), table.get("ds.lora.target_modules")
     four = table.switch("ds.load_in_4bit")
     if rank:
-        reading.tell("lora_rank", "ds.lora.rank", rank)
-        reading.tell(
+        reading.set("lora_rank", "ds.lora.rank", rank)
+        reading.set(
             "lora_targets",
             "ds.lora.target_modules",
             ",".join(targets) if isinstance(targets, list) else targets or "all-linear",
         )
-        reading.tell("lora_dropout", "ds.lora.dropout", str(table.get("ds.lora.dropout") or "0").strip("0.") != "")
+        reading.set("lora_dropout", "ds.lora.dropout", str(table.get("ds.lora.dropout") or "0").strip("0.") != "")
         if four:
-            reading.tell("quantize", "ds.load_in_4bit", "nf4-double")
+            reading.set("quantize", "ds.load_in_4bit", "nf4-double")
 
 
 def _deepspeed(table: Table) -> dict[str, object]:

@@ -7,7 +7,7 @@ from typing import cast
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, arguments_of, is_arguments, is_script, launches
-from zeroplan.catalog.setups.told import DeepSpeedPart, Kind, Setup, Table, Told
+from zeroplan.catalog.setups.settings import DeepSpeedPart, Kind, Setting, Setup, Table
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -175,21 +175,21 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     kind = kind or _own_words(data) or next((kind for kind, marks in _MARKS[1:2] if len(set(marks) & data.keys()) > 1), None)
     if kind is None:
         raise _NoTrainingError(words)
-    told = one.gpus
-    if told is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
-        data["launched_gpus"] = told
+    setting = one.gpus
+    if setting is not None and kind in ("openrlhf", "ms-swift", "megatron", "torchtune", "automodel"):
+        data["launched_gpus"] = setting
     if kind == "ms-swift":
         data |= {name: one.variables[name] for name in (*_SAMPLES, *_PIXELS, _SPEECH) if name in one.variables}
     if kind == "trainer" and _runs(one.words, "dpo"):
         data.setdefault("beta", _DPO_BETA)
     if kind == "trainer" and _runs(one.words, "sft"):
         data.setdefault("loss_type", "nll")
-    setup = _setup(data, path, gpus or told, kind)
+    setup = _setup(data, path, gpus or setting, kind)
     accelerate = one.launcher.get("config_file")
     if kind in ("trainer", "axolotl", "llama-factory") and isinstance(accelerate, str):
         setup = _beside_accelerate(setup, named_file(accelerate, path.parent, f"script {str(path)!r}"), gpus)
-    if told is not None and "gpus" not in setup.flags:
-        setup = setup._replace(flags={**setup.flags, "gpus": Told("the launcher", told)})
+    if setting is not None and "gpus" not in setup.flags:
+        setup = setup._replace(flags={**setup.flags, "gpus": Setting("the launcher", setting)})
     return setup
 
 
@@ -245,11 +245,13 @@ def _beside_accelerate(setup: Setup, file: Path, gpus: int | None) -> Setup:
     """Return a script's job, with engine, stage and GPUs from the file that it gives to ``accelerate launch``."""
     other = read_setup(file, gpus=gpus)
     engine = {
-        key: told for key, told in other.flags.items() if key in setup.flags and (setup.flags[key].filled or not told.filled)
+        key: setting
+        for key, setting in other.flags.items()
+        if key in setup.flags and (setup.flags[key].filled or not setting.filled)
     }
     if "log_probs" in setup.flags:  # no logits that its loop could keep
         engine.pop("keep_logits", None)
-    more = {key: told for key, told in other.flags.items() if key not in setup.flags}
+    more = {key: setting for key, setting in other.flags.items() if key not in setup.flags}
     return setup._replace(
         flags={**setup.flags, **engine, **more}, options={**other.options, **setup.options}, asks={**other.asks, **setup.asks},
         notes=(*setup.notes, *other.notes), deepspeed=setup.deepspeed or other.deepspeed, own_units=setup.own_units,

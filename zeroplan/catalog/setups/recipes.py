@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setup, Table, Told
+from zeroplan.catalog.setups.settings import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setting, Setup, Table
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
@@ -31,32 +31,32 @@ def flat(reading: Reading) -> FlatTable:
     return reading.table if isinstance(reading.table, FlatTable) else FlatTable(reading.table.data, reading.table.where)
 
 
-def tell_optimizer(reading: Reading, key: str) -> None:
+def set_optimizer(reading: Reading, key: str) -> None:
     """Set the optimizer from the name of its class; AdamW if the recipe names none."""
     name = flat(reading).last(key) or "AdamW"
     if name not in _OPTIMIZERS:
         raise reading.table.refused(key, f"use one of {', '.join(_OPTIMIZERS)}")
-    reading.tell("optimizer", key, _OPTIMIZERS[name], note=_PAGED if name.startswith("Paged") else "")
+    reading.set("optimizer", key, _OPTIMIZERS[name], note=_PAGED if name.startswith("Paged") else "")
     fused = reading.table.data.get(f"{key.rpartition('.')[0]}.fused")
     if fused is not None and _OPTIMIZERS[name] in ("adamw", "adam"):
-        reading.tell("optimizer_impl", key, "fused" if str(fused).lower() == "true" else "foreach")
+        reading.set("optimizer_impl", key, "fused" if str(fused).lower() == "true" else "foreach")
 
 
-def tell_sharded(reading: Reading, engine: str, gpus: int | None, *, key: str, ways: int = 1, stage: int = 3) -> None:
+def set_sharded(reading: Reading, engine: str, gpus: int | None, *, key: str, ways: int = 1, stage: int = 3) -> None:
     """Read GPUs, engine and stage: ``engine`` on several GPUs, or DDP on one."""
     if gpus is not None:
-        reading.tell("gpus", key, gpus)
+        reading.set("gpus", key, gpus)
     elif ways > 1:
-        reading.tell("gpus", key, ways, filled=True, note=NO_GPUS.format(ways))
+        reading.set("gpus", key, ways, filled=True, note=NO_GPUS.format(ways))
     alone = (gpus or ways) == 1
-    reading.tell("engine", key, "ddp" if alone else engine, filled=alone)
-    reading.tell("stage", key, 0 if alone else stage, filled=alone)
+    reading.set("engine", key, "ddp" if alone else engine, filled=alone)
+    reading.set("stage", key, 0 if alone else stage, filled=alone)
 
 
 _DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 
 
-def tell_degrees(reading: Reading, before: str, *keys: str) -> tuple[int, ...]:
+def set_degrees(reading: Reading, before: str, *keys: str) -> tuple[int, ...]:
     """Read the degrees of tensor, context, pipeline and expert parallelism from their keys, in this order."""
     return tuple(reading.degree(flag, f"{before}{key}") for flag, key in zip(_DEGREES, keys, strict=True))
 
@@ -81,35 +81,35 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         raise SpecError(f"{table.where}: a recipe without optimizer and batch_size trains nothing; give one that trains")
     saved = table.text("checkpointer.checkpoint_dir")
     if saved and not saved.startswith("${"):
-        reading.tell_model("checkpointer.checkpoint_dir", saved)
+        reading.set_model("checkpointer.checkpoint_dir", saved)
     _tune_model(reading)
     _tune_shards(reading, table.count("launched_gpus") or gpus)
     # training/precision.py, get_dtype: float32 by default
-    reading.tell("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
+    reading.set("precision", "dtype", "fp32" if table.text("dtype") in (None, "fp32", "float32") else "bf16")
     reading.number("micro_batch", "batch_size")
     reading.number("grad_accum", "gradient_accumulation_steps", default=1)
     if reading.number("seq_len", "tokenizer.max_seq_len") is None:
         reading.notes.append(NO_LENGTH)
     again = table.switch("enable_activation_checkpointing")
-    reading.tell("recompute", "enable_activation_checkpointing", "full" if again else "none")
+    reading.set("recompute", "enable_activation_checkpointing", "full" if again else "none")
     _tune_offload(reading)
-    tell_optimizer(reading, "optimizer._component_")
-    reading.tell("loss", "loss._component_", "full", filled=True)
+    set_optimizer(reading, "optimizer._component_")
+    reading.set("loss", "loss._component_", "full", filled=True)
     _tune_adapter(reading, table.last("model._component_"))
     if table.switch("compile"):
-        reading.tell_compiled(table, "compile")
+        reading.set_compiled(table, "compile")
     reading.notes.append(NOT_THEIR_MODULES.format("torchtune"))
     _tune_step(reading)
     _tune_loss(reading)
     _tune_quantizer(reading)
     reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
     _tune_fusion(reading)
-    if "int4-qat" in str(reading.flags.get("fused_kernels", Told("", "")).value):
+    if "int4-qat" in str(reading.flags.get("fused_kernels", Setting("", "")).value):
         table.matters.pop("quantizer._component_")
     _tune_teacher(reading)
     if table.last("loss._component_") == "DPOLoss":  # recipes/*_dpo_*.py: chosen and rejected in one batch
-        reading.tell_pairs()
-        reading.tell_loop("loss._component_", "dpo", full_logits=True)
+        reading.set_pairs()
+        reading.set_loop("loss._component_", "dpo", full_logits=True)
         table.matters.pop("ref_checkpointer._component_", None)
     return reading.setup("torchtune")
 
@@ -124,7 +124,7 @@ def _tune_model(reading: Reading) -> None:
         return
     before = reading.flags.get("model")
     name = f"{family.replace('_', '.')}-{builder.rpartition(f'{family}_')[2].replace('_', '-')}"
-    reading.tell("model", "model._component_", name)
+    reading.set("model", "model._component_", name)
     if reading.known_model() is None:
         reading.flags.pop("model")
         reading.flags |= {} if before is None else {"model": before}
@@ -150,7 +150,7 @@ def _tune_shape(reading: Reading, family: str) -> bool:
     # modules/common_utils.py, scale_hidden_dim_for_mlp: two thirds of four times the width, up to a multiple of 256
     wide = wide or -(-4 * (2 * int(str(sizes["hidden_size"])) // 3) // 256) * 256
     config = {"model_type": "llama", "intermediate_size": wide, "tie_word_embeddings": False, **sizes}
-    reading.tell("model", "model._component_", model_from_config(config, name="the file's model"))
+    reading.set("model", "model._component_", model_from_config(config, name="the file's model"))
     reading.table.leave([*(f"model.{key}" for key in keys.values()), "model.intermediate_dim"])
     return True
 
@@ -162,23 +162,23 @@ def _tune_shards(reading: Reading, gpus: int | None) -> None:
     replicas = reading.degree("replicas", "data_parallel_replicate_dim")
     keeps = table.switch("fsdp_reshard_after_forward") is False
     table.get("data_parallel_shard_dim")
-    tell_sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
+    set_sharded(reading, "fsdp2", gpus, key="nproc_per_node", ways=ways * replicas, stage=2 if keeps else 3)
     if reading.flags["engine"].value != "fsdp2":
         table.leave(("fsdp_cpu_offload", "fsdp.cpu_offload"))
         return
     apart = table.data.get("custom_sharded_layers")
     if isinstance(apart, list) and "output" in apart:
-        reading.options["fsdp2.ends_apart"] = Told("custom_sharded_layers", value=True)
+        reading.options["fsdp2.ends_apart"] = Setting("custom_sharded_layers", value=True)
     if table.switch("fsdp_cpu_offload") or table.switch("fsdp.cpu_offload"):
-        reading.tell_offload("fsdp_cpu_offload")
+        reading.set_offload("fsdp_cpu_offload")
 
 
 def _tune_offload(reading: Reading) -> None:
     """Read offloaded activations, whose streams keep five tensors (training/_activation_offloading.py, max_fwd_stash_size)."""
     if reading.table.switch("enable_activation_offloading"):
-        reading.tell("offload_activations", "enable_activation_offloading", value=True)
+        reading.set("offload_activations", "enable_activation_offloading", value=True)
         if reading.table.switch("activation_offloading_use_streams") is not False:
-            reading.tell("inputs_in_flight", "activation_offloading_use_streams", 5, filled=True)
+            reading.set("inputs_in_flight", "activation_offloading_use_streams", 5, filled=True)
 
 
 def _tune_loss(reading: Reading) -> None:
@@ -189,7 +189,7 @@ def _tune_loss(reading: Reading) -> None:
     alone = not {"tensor_parallel", "context_parallel"} & flags.keys()
     alone = alone and ("offload_activations" not in flags or flags["recompute"].value == "full")
     if flags["precision"].value == "bf16" and alone:
-        reading.tell("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
+        reading.set("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
     else:
         table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
         table.saves.add("loss._component_")
@@ -207,8 +207,8 @@ def _tune_teacher(reading: Reading) -> None:
     named = table.text("teacher_checkpointer.checkpoint_dir")
     if teacher is None or not named:
         return
-    reading.tell_log_probs("kd_loss._component_", how="kd")
-    reading.tell_loop("kd_loss._component_", "distill", teacher_model=named.rstrip("/").rpartition("/")[2], vllm_mode="server")
+    reading.set_log_probs("kd_loss._component_", how="kd")
+    reading.set_loop("kd_loss._component_", "distill", teacher_model=named.rstrip("/").rpartition("/")[2], vllm_mode="server")
     table.matters.pop("teacher_model._component_", None)
 
 
@@ -230,7 +230,7 @@ def _tune_quantizer(reading: Reading) -> None:
         return
     others = str(flags["fused_kernels"].value) if "fused_kernels" in flags else ""
     both = ",".join(filter(None, (others, "int4-qat")))
-    reading.tell("fused_kernels", "quantizer._component_", both, note="" if "lora_rank" in flags else _ROUNDED)
+    reading.set("fused_kernels", "quantizer._component_", both, note="" if "lora_rank" in flags else _ROUNDED)
 
 
 def _tune_step(reading: Reading) -> None:
@@ -248,7 +248,7 @@ def _tune_step(reading: Reading) -> None:
     steps_alone = optimizer == "adamw" or (optimizer == "adamw-8bit" and engine == "ddp")
     is_modelled = (engine == "ddp" or not beside) and steps_alone and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
-        reading.options[f"{engine}.step_in_backward"] = Told("optimizer_in_bwd", value=True)
+        reading.options[f"{engine}.step_in_backward"] = Setting("optimizer_in_bwd", value=True)
     else:
         reading.unmodelled(saves="optimizer_in_bwd")
 
@@ -268,8 +268,8 @@ def _in_every_family(names: list[str]) -> list[str]:
 
 def _tune_adapter(reading: Reading, component: str) -> None:
     table = reading.table
-    rank, said = table.count("model.lora_rank"), table.get("model.lora_attn_modules")
-    names = said if isinstance(said, list) else None
+    rank, modules = table.count("model.lora_rank"), table.get("model.lora_attn_modules")
+    names = modules if isinstance(modules, list) else None
     is_adapted = "lora" in component
     for key in ("model.apply_lora_to_mlp", "model.lora_dropout", "model.quantize_base"):
         table.get(key)
@@ -280,13 +280,13 @@ def _tune_adapter(reading: Reading, component: str) -> None:
         targets.append("mlp")
     if table.switch("model.apply_lora_to_output"):
         targets.append("lm_head")
-    reading.tell("lora_rank", "model.lora_rank", rank or 8, filled=rank is None)
-    reading.tell("lora_targets", "model.lora_attn_modules", ",".join(targets))
-    reading.tell("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
+    reading.set("lora_rank", "model.lora_rank", rank or 8, filled=rank is None)
+    reading.set("lora_targets", "model.lora_attn_modules", ",".join(targets))
+    reading.set("lora_dropout", "model.lora_dropout", str(table.get("model.lora_dropout") or "0").strip("0.") != "")
     if component.startswith("qlora") or table.switch("model.quantize_base"):
-        reading.tell("quantize", "model._component_", "nf4-torchao")
+        reading.set("quantize", "model._component_", "nf4-torchao")
     if table.switch("model.use_dora"):  # modules/peft/dora.py
-        reading.tell("dora", "model.use_dora", "torchtune")
+        reading.set("dora", "model.use_dora", "torchtune")
 
 
 def _tune_fusion(reading: Reading) -> None:
@@ -297,18 +297,18 @@ def _tune_fusion(reading: Reading) -> None:
     table, model = flat(reading), reading.known_model()
     parts = {part: f"model.{part}_trainable" for part in ("encoder", "decoder", "fusion")}
     usual = {"encoder": True, "decoder": False, "fusion": True}
-    said = {part: str(table.data.get(key, usual[part])).lower() for part, key in parts.items()}
+    fused = {part: str(table.data.get(key, usual[part])).lower() for part, key in parts.items()}
     adapted = "lora" in table.last("model._component_")
     on = "lora" if adapted else "true"
-    if model is None or not model.cross_layers or said["fusion"] != on or said["encoder"] not in (on, "false", "frozen"):
+    if model is None or not model.cross_layers or fused["fusion"] != on or fused["encoder"] not in (on, "false", "frozen"):
         return
-    if said["decoder"] not in (on, "false", "frozen"):
+    if fused["decoder"] not in (on, "false", "frozen"):
         return
     for key in parts.values():
         table.get(key)
         table.matters.pop(key, None)
-    words = [word for word, part in (("tower", "encoder"), ("text", "decoder")) if said[part] != on]
-    reading.tell("freeze", parts["decoder"], ",".join(words) or "none")
+    words = [word for word, part in (("tower", "encoder"), ("text", "decoder")) if fused[part] != on]
+    reading.set("freeze", parts["decoder"], ",".join(words) or "none")
 
 
 # nanotron
@@ -322,22 +322,22 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
 
     reading = begun(whole, folder)
     table = flat(reading)
-    tp, cp, pp, _ = tell_degrees(reading, "parallelism.", "tp", "context_parallel_size", "pp", "expert_parallel_size")
-    reading.tell("gpus", "parallelism", (table.count("parallelism.dp") or 1) * tp * pp * cp)
-    reading.tell("engine", "parallelism", "megatron")
-    reading.tell("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
+    tp, cp, pp, _ = set_degrees(reading, "parallelism.", "tp", "context_parallel_size", "pp", "expert_parallel_size")
+    reading.set("gpus", "parallelism", (table.count("parallelism.dp") or 1) * tp * pp * cp)
+    reading.set("engine", "parallelism", "megatron")
+    reading.set("stage", "optimizer.zero_stage", 1 if table.count("optimizer.zero_stage", least=0) else 0)
     word = table.text("model.dtype") or "bfloat16"
-    reading.tell("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
+    reading.set("precision", "model.dtype", "bf16-mixed" if word == "bfloat16" else "fp32")
     _nano_gradients(reading, cp, narrow=word == "bfloat16")
     mode, schedule = (str(table.get(f"parallelism.{key}") or "") for key in ("tp_mode", "pp_engine"))
-    reading.tell("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
+    reading.set("sequence_parallel", "parallelism.tp_mode", tp > 1 and mode.upper() == "REDUCE_SCATTER")
     if pp > 1 and schedule != "1f1b":  # config/parallelism_config.py: all forwards before all backwards
-        reading.tell("pipeline_schedule", "parallelism.pp_engine", "gpipe", filled=not schedule)
+        reading.set("pipeline_schedule", "parallelism.pp_engine", "gpipe", filled=not schedule)
     if table.switch("parallelism.tp_recompute_allgather") is False:
         table.matters["tp_recompute_allgather"] = (
             "inputs gathered for tensor parallelism are kept, which is not counted: the answer is too low"
         )
-    reading.tell("recompute", "parallelism.recompute_layer", "full" if table.switch("parallelism.recompute_layer") else "none")
+    reading.set("recompute", "parallelism.recompute_layer", "full" if table.switch("parallelism.recompute_layer") else "none")
     for flag, key in (
         ("micro_batch", "micro_batch_size"),
         ("seq_len", "sequence_length"),
@@ -347,7 +347,7 @@ def nanotron_setup(whole: Table, folder: Path, __: int | None) -> Setup:
     table.leave(("model.ddp_bucket_cap_mb",))
     reading.notes.append(_OWN_LAYERS)
     config = _nanotron_config(whole.table("model").table("model_config").data)
-    reading.tell("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
+    reading.set("model", "model.model_config", model_from_config(config, name="nanotron's model_config"))
     table.like("model.model_config.* optimizer.optimizer_factory.name")
     return reading.setup("nanotron")
 
@@ -358,24 +358,24 @@ def _nano_gradients(reading: Reading, cp: int, *, narrow: bool) -> None:
     wide, stage = table.switch("optimizer.accumulate_grad_in_fp32") is not False, table.count("optimizer.zero_stage", least=0)
     buckets = (table.count("parallelism.dp") or 1) > 1 or (cp > 1 and not (wide and stage))
     beside = wide + buckets if narrow else 0
-    reading.options["megatron.gradients_beside"] = Told("optimizer.accumulate_grad_in_fp32", beside)
+    reading.options["megatron.gradients_beside"] = Setting("optimizer.accumulate_grad_in_fp32", beside)
     if narrow and not wide:  # helpers.py, init_optimizer_and_grad_accumulator: torch's AdamW of the weights themselves
-        reading.options["megatron.main_weights"] = Told("optimizer.accumulate_grad_in_fp32", value=False)
+        reading.options["megatron.main_weights"] = Setting("optimizer.accumulate_grad_in_fp32", value=False)
 
 
-def _nanotron_config(said: Mapping[str, object]) -> dict[str, object]:
+def _nanotron_config(config: Mapping[str, object]) -> dict[str, object]:
     """Return ``model_config`` as a ``config.json``: Llama's, or with experts Mixtral's or Qwen 3's."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
             "max_position_embeddings", "tie_word_embeddings")  # fmt: skip
-    shape = {key: said[key] for key in keys if key in said}
-    experts = said.get("moe_config")
+    shape = {key: config[key] for key in keys if key in config}
+    experts = config.get("moe_config")
     if isinstance(experts, dict):
-        width = experts.get("moe_intermediate_size") or said.get("intermediate_size")
+        width = experts.get("moe_intermediate_size") or config.get("intermediate_size")
         return {**shape, "model_type": "qwen3_moe", "num_experts": experts.get("num_experts"), "mlp_only_layers": [],
                 "num_experts_per_tok": experts.get("top_k"), "norm_topk_prob": True, "moe_intermediate_size": width,
                 "decoder_sparse_step": 1}  # fmt: skip
-    if "moe_num_experts" in said:
-        picks = {"num_local_experts": said["moe_num_experts"], "num_experts_per_tok": said.get("num_experts_per_tok")}
+    if "moe_num_experts" in config:
+        picks = {"num_local_experts": config["moe_num_experts"], "num_experts_per_tok": config.get("num_experts_per_tok")}
         return {**shape, **picks, "model_type": "mixtral"}
     return {**shape, "model_type": "llama"}
 
@@ -421,7 +421,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         engine, stage = "deepspeed", _lightning_deepspeed(reading, strategy, f"{before}strategy.init_args.")
     elif "fsdp" in strategy.lower() and not is_lit:
         _lightning_fsdp(reading, strategy, f"{before}strategy.init_args.")
-    tell_sharded(reading, engine, gpus, key=f"{before}strategy", stage=stage)
+    set_sharded(reading, engine, gpus, key=f"{before}strategy", stage=stage)
     # litgpt's default is mixed precision: litgpt/utils.py
     word = str(table.get(f"{before}precision") or ("bf16-mixed" if is_lit else "32-true"))
     kinds = {"bf16-mixed": "bf16-mixed", "bf16": "bf16-mixed", "bf16-true": "bf16", "16-mixed": "fp16-mixed", "16": "fp16-mixed",
@@ -429,7 +429,7 @@ def lightning_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     if word not in kinds:
         raise table.refused(f"{before}precision", f"use one of {', '.join(kinds)}")
     kind = "bf16-mixed" if engine == "deepspeed" and word == "bf16-true" else kinds[word]  # DeepSpeed's bf16 has fp32 copies
-    reading.tell("precision", f"{before}precision", kind, filled=table.data.get(f"{before}precision") is None)
+    reading.set("precision", f"{before}precision", kind, filled=table.data.get(f"{before}precision") is None)
     if engine == "fsdp2" and kinds[word].endswith("mixed"):
         table.matters["precision"] = _IN_FP32
     if is_lit:
@@ -446,18 +446,18 @@ def _lightning_fsdp(reading: Reading, strategy: str, before: str) -> None:
     """Read the FSDP strategy. Without a wrap policy Lightning makes the whole model one unit (pytorch/strategies/fsdp.py)."""
     table = reading.table
     if strategy == "fsdp_cpu_offload" or table.get(f"{before}cpu_offload") is True:
-        reading.tell_offload(f"{before}cpu_offload")
+        reading.set_offload(f"{before}cpu_offload")
     if not table.like(f"{before}auto_wrap_policy*"):
         table.matters["auto_wrap_policy"] = _WHOLE
     if table.like(f"{before}activation_checkpointing_policy*"):
-        reading.tell("recompute", f"{before}activation_checkpointing_policy", "full")
+        reading.set("recompute", f"{before}activation_checkpointing_policy", "full")
 
 
 def _lightning_deepspeed(reading: Reading, strategy: str, before: str) -> int:
     """Read Lightning's DeepSpeed configuration (pytorch/strategies/deepspeed.py, _create_default_config); returns the stage."""
     table = reading.table
-    found, said = re.search(r"stage_(\d)", strategy), table.count(f"{before}stage", least=0)
-    stage = int(found[1]) if found else 2 if said is None else said
+    found, its_stage = re.search(r"stage_(\d)", strategy), table.count(f"{before}stage", least=0)
+    stage = int(found[1]) if found else 2 if its_stage is None else its_stage
     zero: dict[str, object] = {"stage": stage}
     for key, default in _GIVEN.items():
         value = table.get(f"{before}{key}")
@@ -482,7 +482,7 @@ def _lightning_batch(reading: Reading) -> None:
     named = next((key for key in table.data if key.startswith("model") and key.rpartition(".")[2] in (
         "model_name", "model_name_or_path", "pretrained_model_name_or_path", "model_id") and table.text(key)), None)  # fmt: skip
     if named is not None:
-        reading.tell_model(named, str(table.data[named]))
+        reading.set_model(named, str(table.data[named]))
 
 
 _HYBRID = "litgpt shards within a node (FSDP1's HYBRID_SHARD): FSDP2's replicas of the same layout are counted"
@@ -499,7 +499,7 @@ def _lit_tied(reading: Reading) -> None:
     if model is None or not table.switch("train.tie_embeddings"):
         reading.unmodelled(saves="train.tie_embeddings")
     elif not model.tie_word_embeddings:
-        reading.tell("model", "train.tie_embeddings", replace(model, tie_word_embeddings=True))
+        reading.set("model", "train.tie_embeddings", replace(model, tie_word_embeddings=True))
 
 
 def _lit(reading: Reading, gpus: int) -> None:
@@ -507,30 +507,30 @@ def _lit(reading: Reading, gpus: int) -> None:
     table = reading.table
     named = next((key for key in ("checkpoint_dir", "model_name") if table.text(key)), None)
     if named is not None:
-        reading.tell_model(named, str(table.data[named]).removeprefix("checkpoints/"))
+        reading.set_model(named, str(table.data[named]).removeprefix("checkpoints/"))
     size = reading.number("micro_batch", "train.micro_batch_size") or 1
     total = table.count("train.global_batch_size") or (16 if named == "checkpoint_dir" else 512)
-    reading.tell_steps("train.global_batch_size", total, size * gpus)
+    reading.set_steps("train.global_batch_size", total, size * gpus)
     nodes = table.count("num_nodes") or 1
     if named == "model_name" and nodes > 1 and gpus % nodes == 0:  # pretrain.py: HYBRID_SHARD, whole within a node
-        reading.tell("replicas", "num_nodes", nodes)
-        reading.tell("engine", "num_nodes", "fsdp2", also=("fsdp1",), note=_HYBRID)
+        reading.set("replicas", "num_nodes", nodes)
+        reading.set("engine", "num_nodes", "fsdp2", also=("fsdp1",), note=_HYBRID)
     if reading.number("seq_len", "train.max_seq_length") is None:
         reading.notes.append(NO_LENGTH)
-    reading.tell("recompute", "FSDPStrategy", "full" if gpus > 1 and named == "checkpoint_dir" else "none", filled=True)
-    tell_optimizer(reading, "optimizer.class_path")
+    reading.set("recompute", "FSDPStrategy", "full" if gpus > 1 and named == "checkpoint_dir" else "none", filled=True)
+    set_optimizer(reading, "optimizer.class_path")
     rank = table.count("lora_r")
     if rank is None:
         return
     of_attention = {"lora_query": "q_proj", "lora_key": "k_proj", "lora_value": "v_proj", "lora_projection": "o_proj"}
     targets = _in_every_family([name for key, name in of_attention.items() if table.switch(key)])
     targets += [name for key, name in (("lora_mlp", "mlp"), ("lora_head", "lm_head")) if table.switch(key)]
-    reading.tell("lora_rank", "lora_r", rank)
-    reading.tell("lora_targets", "lora_query", ",".join(targets or _in_every_family([*_QUERY_AND_VALUE])))
-    reading.tell("lora_dropout", "lora_dropout", str(table.get("lora_dropout") or "0").strip("0.") != "")
+    reading.set("lora_rank", "lora_r", rank)
+    reading.set("lora_targets", "lora_query", ",".join(targets or _in_every_family([*_QUERY_AND_VALUE])))
+    reading.set("lora_dropout", "lora_dropout", str(table.get("lora_dropout") or "0").strip("0.") != "")
     kind = table.text("quantize")
     if kind:
         words = {"bnb.nf4": "nf4", "bnb.nf4-dq": "nf4-double"}
         if kind not in words:
             raise table.refused("quantize", "use bnb.nf4 or bnb.nf4-dq")
-        reading.tell("quantize", "quantize", words[kind])
+        reading.set("quantize", "quantize", words[kind])

@@ -51,17 +51,17 @@ class Launched(NamedTuple):
     @property
     def gpus(self) -> int | None:
         """GPUs of all nodes that torchrun, accelerate, deepspeed or ms-swift are set to use; None if left out."""
-        said = {**self.variables, **{key: one for key, one in self.arguments.items() if key in OF_LAUNCHERS}, **self.launcher}
-        each = _count(said, "nproc_per_node", "NPROC_PER_NODE", "num_gpus")
-        nodes = _count(said, "nnodes", "NNODES", "num_nodes") or 1
-        visible = said.get("CUDA_VISIBLE_DEVICES")
+        known = {**self.variables, **{key: one for key, one in self.arguments.items() if key in OF_LAUNCHERS}, **self.launcher}
+        each = _count(known, "nproc_per_node", "NPROC_PER_NODE", "num_gpus")
+        nodes = _count(known, "nnodes", "NNODES", "num_nodes") or 1
+        visible = known.get("CUDA_VISIBLE_DEVICES")
         if each is None and isinstance(visible, str) and visible:
             each = len(visible.split(","))
-        return _count(said, "num_processes") or (None if each is None else each * nodes)
+        return _count(known, "num_processes") or (None if each is None else each * nodes)
 
 
-def _count(said: Mapping[str, object], *names: str) -> int | None:
-    values = (said[name] for name in names if name in said)
+def _count(known: Mapping[str, object], *names: str) -> int | None:
+    values = (known[name] for name in names if name in known)
     found = (str(one[0] if isinstance(one, list) else one) for one in values)
     return next((int(one) for one in found if one.isascii() and one.isdigit() and 0 < len(one) < 7), None)
 
@@ -198,8 +198,8 @@ def _launched(words: list[str], variables: Mapping[str, str]) -> Launched | None
     if at is None:
         return None
     # of two programs, such as `ray job submit -- python train.py`, the later one trains
-    said = _arguments(words[at + 1 :])
-    arguments = {key: one for key, one in said.items() if not (isinstance(one, str) and _PLACEHOLDER.fullmatch(one))}
+    known = _arguments(words[at + 1 :])
+    arguments = {key: one for key, one in known.items() if not (isinstance(one, str) and _PLACEHOLDER.fullmatch(one))}
     return Launched(tuple(words[: at + 1]), arguments, _arguments(words[:at]), dict(variables)) if arguments else None
 
 

@@ -8,7 +8,7 @@ counted as transformers' modules.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.told import COMPILED, NO_GPUS, OwnModules, Reading, Setup, Table, Told
+from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, OwnModules, Reading, Setting, Setup, Table
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
@@ -119,14 +119,14 @@ def _selective_in_float8(reading: _Reading) -> None:
     again, parts = reading.flags.get("recompute"), _compiled(reading)
     selective = again is not None and again.value == "selective"
     if selective and "float8_recipe" in reading.flags and COMPILED_BLOCKS in parts and _is_llama_of_0_2(reading):
-        reading.tell("fused_kernels", "compile.enable", ",".join(parts), filled=True)
+        reading.set("fused_kernels", "compile.enable", ",".join(parts), filled=True)
 
 
 def _refuse(reading: _Reading) -> None:
     """Note or refuse settings that change memory in a way that is not modelled, and read float8."""
     whole = reading.table
     if reading.tables["compile"].switch("enable") and not _is_llama_of_0_2(reading):
-        reading.tell_compiled(reading.tables["compile"], "enable")
+        reading.set_compiled(reading.tables["compile"], "enable")
     _float8(reading)
     reading.tables["optimizer"].refuse({"early_step_in_backward": ()})
     reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": (), "expert_tensor_parallel_degree": (1,)})
@@ -152,10 +152,10 @@ def _float8(reading: _Reading) -> None:
     recipe = table.text("recipe_name") or "tensorwise"
     if recipe not in ("tensorwise", "rowwise"):
         raise table.refused("recipe_name", "use tensorwise or rowwise")
-    reading.tell("float8_recipe", "model.converters", recipe)
+    reading.set("float8_recipe", "model.converters", recipe)
     reading.notes.append("float8 is counted for all linear layers of the blocks; filter_fqns is ignored")
     if table.switch("enable_fsdp_float8_all_gather"):
-        reading.options["fsdp2.float8_all_gather"] = Told("float8.enable_fsdp_float8_all_gather", value=True)
+        reading.options["fsdp2.float8_all_gather"] = Setting("float8.enable_fsdp_float8_all_gather", value=True)
 
 
 def _degrees(reading: _Reading) -> int:
@@ -164,16 +164,16 @@ def _degrees(reading: _Reading) -> int:
     for name in ("tensor", "context", "pipeline", "expert"):
         names[name] = table.count(f"{name}_parallel_degree") or 1
         if names[name] > 1:
-            reading.tell(f"{name}_parallel", f"parallelism.{name}_parallel_degree", names[name])
+            reading.set(f"{name}_parallel", f"parallelism.{name}_parallel_degree", names[name])
     replicas = table.count("data_parallel_replicate_degree") or 1
     shards = table.count("data_parallel_shard_degree", least=-1)
     others = replicas * names["tensor"] * names["context"] * names["pipeline"]
     is_left, key = shards in (None, -1), "parallelism.data_parallel_shard_degree"
     shards = _left_over(reading, others) if is_left else shards or 1
     if not is_left or reading.gpus is not None:
-        reading.tell("gpus", key, others * shards)
+        reading.set("gpus", key, others * shards)
     elif others > 1:
-        reading.tell("gpus", key, others, filled=True, note=NO_GPUS.format(others))
+        reading.set("gpus", key, others, filled=True, note=NO_GPUS.format(others))
     sharded = shards * names["context"] > 1
     _engine(reading, replicas, sharded=sharded, pipelined=names["pipeline"] > 1)
     if names["context"] > 1:
@@ -192,7 +192,7 @@ def _pipeline(reading: _Reading, *, pipelined: bool) -> None:
     word = table.text("pipeline_parallel_schedule") or "1F1B"
     if word.lower() not in _SCHEDULES:
         raise table.refused("pipeline_parallel_schedule", "use 1F1B, GPipe or Interleaved1F1B")
-    reading.tell("pipeline_schedule", "parallelism.pipeline_parallel_schedule", _SCHEDULES[word.lower()])
+    reading.set("pipeline_schedule", "parallelism.pipeline_parallel_schedule", _SCHEDULES[word.lower()])
 
 
 def _left_over(reading: _Reading, others: int) -> int:
@@ -214,17 +214,17 @@ def _engine(reading: _Reading, replicas: int, *, sharded: bool, pipelined: bool)
         raise table.wrong("fsdp_reshard_after_forward", "default, always or never")
     key = "parallelism.data_parallel_shard_degree"
     if not sharded:
-        reading.tell("engine", key, "ddp")
-        reading.tell("stage", key, 0)
+        reading.set("engine", key, "ddp")
+        reading.set("stage", key, 0)
         return
-    reading.tell("engine", key, "fsdp2")
+    reading.set("engine", key, "fsdp2")
     reading.own_units = "torchtitan"
     keeps = word == "never" or (word == "default" and pipelined)
-    reading.tell("stage", "parallelism.fsdp_reshard_after_forward", 2 if keeps else 3)
+    reading.set("stage", "parallelism.fsdp_reshard_after_forward", 2 if keeps else 3)
     if replicas > 1:
-        reading.tell("replicas", "parallelism.data_parallel_replicate_degree", replicas)
+        reading.set("replicas", "parallelism.data_parallel_replicate_degree", replicas)
     if reading.tables["training"].switch("enable_cpu_offload"):
-        reading.tell_offload("training.enable_cpu_offload")
+        reading.set_offload("training.enable_cpu_offload")
 
 
 def _precision(reading: _Reading) -> None:
@@ -237,9 +237,9 @@ def _precision(reading: _Reading) -> None:
             raise table.wrong(key, "float32 or bfloat16")
     table.switch("enable_cpu_offload")
     if whole == "bfloat16":
-        reading.tell("precision", "training.dtype", "bf16")
+        reading.set("precision", "training.dtype", "bf16")
     else:
-        reading.tell("precision", "training.mixed_precision_param", "fp32" if mixed == "float32" else "bf16-mixed")
+        reading.set("precision", "training.mixed_precision_param", "fp32" if mixed == "float32" else "bf16-mixed")
 
 
 def _recomputation(reading: _Reading) -> None:
@@ -251,11 +251,11 @@ def _recomputation(reading: _Reading) -> None:
     option = table.get("selective_ac_option")
     table.leave(("force_recompute_mm_shapes_by_fqns",))
     if mode in ("none", "full"):
-        reading.tell("recompute", f"{key}.mode", mode)
+        reading.set("recompute", f"{key}.mode", mode)
     elif mode == "selective" and str(option) == "1":
-        reading.tell("recompute", f"{key}.selective_ac_option", "full")
+        reading.set("recompute", f"{key}.selective_ac_option", "full")
     elif mode == "selective" and (option == "op" or _is_of_0_3(table)):
-        reading.tell("recompute", f"{key}.selective_ac_option", "selective", note=_MORE_IS_KEPT)
+        reading.set("recompute", f"{key}.selective_ac_option", "selective", note=_MORE_IS_KEPT)
     elif mode == "selective":
         which = f"{key} is left out, which to torchtitan is selective" if not table.data else f"{key} is selective"
         reading.asks["recompute"] = (
@@ -293,23 +293,23 @@ def _optimizer(reading: _Reading) -> None:
     words = {"AdamW": "adamw", "Adam": "adam"}
     if (name or "AdamW") not in words:
         raise SpecError(f"{reading.table.where}: optimizer {shown(name)} is not modelled; Adam and AdamW are")
-    reading.tell("optimizer", "optimizer.name", words[name or "AdamW"], filled=name is None)
+    reading.set("optimizer", "optimizer.name", words[name or "AdamW"], filled=name is None)
     impls = {"fused": "fused", "foreach": "foreach", "for-loop": "forloop"}
     impl = table.text("implementation") or ("fused" if table.switch("fused") in (None, True) else "foreach")
     if impl not in impls:
         raise table.refused("implementation", f"use one of {', '.join(impls)}")
-    reading.tell("optimizer_impl", "optimizer.implementation", impls[impl])
+    reading.set("optimizer_impl", "optimizer.implementation", impls[impl])
 
 
 def _loss(reading: _Reading) -> None:
     """Read the loss, since 0.3 also in chunks (components/loss.py, ChunkedLossWrapper); torchtitan releases its logits."""
     table = reading.table.table("loss")
     chunked = "loss_fn" in table.data
-    reading.tell("loss", "loss", "chunked" if chunked else "full", filled=not table.data)
+    reading.set("loss", "loss", "chunked" if chunked else "full", filled=not table.data)
     if chunked and (chunks := table.count("num_chunks")) not in (None, 8):
         reading.notes.append(f"loss.num_chunks is {chunks}: eight chunks are counted")
     if not chunked:
-        reading.tell("keep_logits", "loss", value=False, filled=True)
+        reading.set("keep_logits", "loss", value=False, filled=True)
 
 
 def _model(reading: _Reading) -> None:
@@ -317,7 +317,7 @@ def _model(reading: _Reading) -> None:
     name, flavor = (spec.text(key) or model.text(key) for key in ("name", "flavor"))
     found = _MODELS.get((name or "", flavor or ""))
     if found is not None:
-        reading.tell("model", f"model {name} {flavor}", found)
+        reading.set("model", f"model {name} {flavor}", found)
     elif name is not None or flavor is not None:
         reading.notes.append(f"model {name or ''} {flavor or ''} is torchtitan's own; its shape comes from the flags")
 
@@ -329,27 +329,27 @@ def _batch(reading: _Reading, ranks: int) -> None:
     seq = table.count(seq_key) or 2048
     tokens = table.count("num_tokens_per_microbatch_per_dp_rank")
     size_key = "local_batch_size" if "local_batch_size" in table.data else "batch_size"
-    said = table.count(size_key)
-    size = said or _DEFAULT_BATCH
+    given = table.count(size_key)
+    size = given or _DEFAULT_BATCH
     if tokens is not None:
         if tokens % seq:
             raise SpecError(f"{table.where}: {tokens} tokens per micro-batch are no whole sequences of {seq_key}={seq}")
-        said = size = tokens // seq
+        given = size = tokens // seq
         size_key = "num_tokens_per_microbatch_per_dp_rank"
-    reading.tell("seq_len", f"training.{seq_key}", seq, filled=seq_key not in table.data)
+    reading.set("seq_len", f"training.{seq_key}", seq, filled=seq_key not in table.data)
     through = _through_a_pipeline(reading, size, in_tokens=tokens is not None)
     steps = _steps(table, size * ranks * (through or 1 if tokens is not None else 1), size, ranks)
     if through is None:
-        reading.tell("micro_batch", f"training.{size_key}", size, filled=said is None)
-        reading.tell("grad_accum", "training.global_batch_size", steps)
+        reading.set("micro_batch", f"training.{size_key}", size, filled=given is None)
+        reading.set("grad_accum", "training.global_batch_size", steps)
         return
     if steps > 1:
         raise SpecError(
             f"{table.where}: a pipeline that runs {steps} times per step is not modelled; use a larger local_batch_size"
         )
     key = "parallelism.pipeline_parallel_microbatch_size"
-    reading.tell("micro_batch", key, size if tokens is not None else size // through)
-    reading.tell("grad_accum", key, through)
+    reading.set("micro_batch", key, size if tokens is not None else size // through)
+    reading.set("grad_accum", key, through)
 
 
 def _steps(table: Table, whole: int, size: int, ranks: int) -> int:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.told import (
+from zeroplan.catalog.setups.settings import (
     LIGER,
     DeepSpeedPart,
     Reading,
+    Setting,
     Setup,
     Table,
-    Told,
     TranslatedTable,
     number_of,
     own_tensor_parallelism,
@@ -109,14 +109,14 @@ _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_
 def trainer_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     """Return the job in the file; raises SpecError for settings that are not modelled."""
     reading = arguments_read(table, folder)
-    tell_dora(reading)
+    set_dora(reading)
     if reading.loop:
-        reading.tell_log_probs(_key_of_dpo(table) or "beta")
+        reading.set_log_probs(_key_of_dpo(table) or "beta")
     elif table.data.get("num_generations") is not None or table.switch("use_vllm"):
         _grpo(reading)
     elif (key := _key_of_sft(table)) is not None:
-        reading.tell_log_probs(key, note=f"{key} is of {_SFT_LOSS}")
-        reading.tell_loop(key, "sft", alone=True)
+        reading.set_log_probs(key, note=f"{key} is of {_SFT_LOSS}")
+        reading.set_loop(key, "sft", alone=True)
     return reading.setup("trainer")
 
 
@@ -129,10 +129,10 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
     if (key := _key_of_dpo(table)) is not None:
-        reading.tell_pairs()
+        reading.set_pairs()
         once = table.switch("precompute_ref_log_probs")
         mixed = table.switch("sync_ref_model") or None
-        reading.tell_loop(key, "dpo", precompute_ref_log_probs=once or None, sync_ref_model=mixed)
+        reading.set_loop(key, "dpo", precompute_ref_log_probs=once or None, sync_ref_model=mixed)
         for key in ("beta", "precompute_ref_log_probs"):
             table.matters.pop(key, None)
     _liger(reading)
@@ -142,17 +142,17 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     return reading
 
 
-def tell_dora(reading: Reading) -> None:
+def set_dora(reading: Reading) -> None:
     """Read peft's DoRA with engines for which it is modelled. Under autocast, four bits are counted with norms in fp32."""
     table, flags = reading.table, reading.flags
     engine = "deepspeed" if reading.deepspeed else flags["engine"].value if "engine" in flags else ""
     if "lora_rank" not in flags or engine not in ("ddp", "fsdp2") or not table.switch("use_dora"):
         return
-    reading.tell("dora", "use_dora", "peft")
+    reading.set("dora", "use_dora", "peft")
     table.matters.pop("use_dora", None)
     narrow = "upcast" in flags and flags["upcast"].value == "none" and str(flags["precision"].value).endswith("mixed")
     if narrow and engine == "ddp" and "quantize" in flags:
-        reading.tell("upcast", "use_dora", "norms", filled=True, note=_WIDENED)
+        reading.set("upcast", "use_dora", "norms", filled=True, note=_WIDENED)
 
 
 _WIDENED = "DoRA beside four bits returns fp32 under autocast: it is counted with norms in fp32, which take as much"
@@ -165,7 +165,7 @@ def _in_eight_bits(reading: Reading) -> None:
         return
     reentrant = flags["recompute"].value == "none" or ("reentrant" in flags and flags["reentrant"].value)
     if "lora_rank" in flags and "engine" in flags and flags["engine"].value == "ddp" and reentrant:
-        reading.tell("quantize", "load_in_8bit", "int8", note=_BEYOND)
+        reading.set("quantize", "load_in_8bit", "int8", note=_BEYOND)
     else:
         table.unmodelled(saves="load_in_8bit" if reentrant else "", either="" if reentrant else "load_in_8bit")
 
@@ -177,8 +177,8 @@ def _grpo(reading: Reading) -> None:
     generations, completion = table.count("num_generations"), table.data.get("max_completion_length")
     prompt, beta, memory = (table.get(key) for key in ("max_prompt_length", "beta", "vllm_gpu_memory_utilization"))
     here = table.text("vllm_mode") != "server"
-    reading.tell_log_probs(key)
-    reading.tell_loop(
+    reading.set_log_probs(key)
+    reading.set_loop(
         key, "grpo", alone=alone, beta=number_of(beta, 0.0), num_generations=generations,
         max_completion_length=table.count("max_completion_length"), steps_per_generation=table.count("steps_per_generation"),
         vllm_mode=table.text("vllm_mode"), vllm_gpu_memory_utilization=number_of(memory, 0.3) if here else None,
@@ -188,7 +188,7 @@ def _grpo(reading: Reading) -> None:
     )  # fmt: skip
     if prompt is not None and completion is not None and "seq_len" not in reading.flags:
         tokens = (table.count("max_prompt_length") or 0) + (table.count("max_completion_length") or 0)
-        reading.tell("seq_len", "max_prompt_length and max_completion_length", tokens, filled=True)
+        reading.set("seq_len", "max_prompt_length and max_completion_length", tokens, filled=True)
     for key in () if alone else ("beta", "num_generations", "max_completion_length"):
         table.matters.pop(key, None)
 
@@ -212,8 +212,8 @@ def _key_of_dpo(table: Table) -> str | None:
 
 def _losses(table: Table) -> list[str]:
     """Return the names under ``loss_type``, which DPOTrainer also takes as a list."""
-    said = table.data.get("loss_type")
-    return [str(one) for one in said] if isinstance(said, (list, tuple)) else str(said or "").replace(",", " ").split()
+    loss = table.data.get("loss_type")
+    return [str(one) for one in loss] if isinstance(loss, (list, tuple)) else str(loss or "").replace(",", " ").split()
 
 
 #: Keys of TRL's SFTConfig (1.16, trl/trainer/sft_config.py) that neither its other trainers nor transformers' scripts have.
@@ -233,30 +233,30 @@ def _key_of_sft(table: Table) -> str | None:
 def _compiled(table: Table, reading: Reading) -> None:
     """Read torch.compile, which any of three keys turns on (training_args.py, __post_init__); some modes capture CUDA graphs."""
     keys = ("torch_compile", "torch_compile_mode", "torch_compile_backend")
-    said = {key: value for key in keys if (value := table.get(key)) and str(value).lower() not in ("auto", "false")}
-    if not said:
+    given = {key: value for key in keys if (value := table.get(key)) and str(value).lower() not in ("auto", "false")}
+    if not given:
         return
-    key, mode, backend = next(iter(said)), said.get("torch_compile_mode"), said.get("torch_compile_backend")
+    key, mode, backend = next(iter(given)), given.get("torch_compile_mode"), given.get("torch_compile_backend")
     if mode in ("reduce-overhead", "max-autotune") or backend == "cudagraphs":
         table.unmodelled(adds="torch_compile_mode torch_compile_backend")
     else:
-        reading.tell_compiled(table, key, whole=True)
+        reading.set_compiled(table, key, whole=True)
 
 
 def _liger(reading: Reading) -> None:
     """Read Liger's kernels: by default all except plain cross-entropy (transformers 5.23, integrations/liger.py)."""
     table = reading.table
-    said = table.get("liger_kernel_config")
+    kernels = table.get("liger_kernel_config")
     if not table.switch("use_liger_kernel"):
         return
     if reading.loop or table.data.get("num_generations") is not None:  # in TRL's trainers it means another loss
         table.unmodelled(saves="use_liger_kernel")
         return
-    config = said if isinstance(said, dict) else {}
+    config = kernels if isinstance(kernels, dict) else {}
     names = {"rope": "rope", "liger-rms-norm": "rms_norm", "liger-swiglu": "swiglu"}
     parts = [part for part in LIGER if config.get(names[part], True)]
     fuses = bool(config.get("fused_linear_cross_entropy", True)) and _key_of_sft(table) is None  # SFTTrainer has its own loss
-    reading.tell_liger(*parts, key="use_liger_kernel", loss=fuses)
+    reading.set_liger(*parts, key="use_liger_kernel", loss=fuses)
 
 
 def _deepspeed(reading: Reading) -> None:
@@ -269,13 +269,13 @@ def _deepspeed(reading: Reading) -> None:
 
 
 def _engine(reading: Reading) -> None:
-    said = reading.table.get("fsdp")
-    items = said.split() if isinstance(said, str) else list(said) if isinstance(said, (list, tuple)) else []
+    fsdp = reading.table.get("fsdp")
+    items = fsdp.split() if isinstance(fsdp, str) else list(fsdp) if isinstance(fsdp, (list, tuple)) else []
     config = _fsdp_config(reading)
-    if said in (None, False, "", []) or [item.lower() for item in map(str, items)] == ["false"]:
+    if fsdp in (None, False, "", []) or [item.lower() for item in map(str, items)] == ["false"]:
         if reading.deepspeed is None:
-            reading.tell("engine", "fsdp and deepspeed (left out)", "ddp", filled=True)
-            reading.tell("stage", "fsdp and deepspeed (left out)", 0, filled=True)
+            reading.set("engine", "fsdp and deepspeed (left out)", "ddp", filled=True)
+            reading.set("stage", "fsdp and deepspeed (left out)", 0, filled=True)
         return
     if reading.deepspeed is not None:
         raise SpecError(f"{reading.table.where} has both fsdp and deepspeed, and the Trainer takes one; leave one of them out")
@@ -308,19 +308,19 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
         raise reading.table.refused("fsdp", "use full_shard or shard_grad_op")
     version = config.count("version")
     if version == 1:
-        reading.tell("engine", "fsdp_config.version", "fsdp1", also=("fsdp2",))
+        reading.set("engine", "fsdp_config.version", "fsdp1", also=("fsdp2",))
         _fsdp1_options(reading, config)
     else:
-        reading.tell("engine", "fsdp", "fsdp2")
+        reading.set("engine", "fsdp", "fsdp2")
     if version is None:
         reading.notes.append(
             "fsdp_config has no version: zeroplan assumes FSDP2, as in transformers 5; earlier releases use FSDP1 (--engine fsdp1)"
         )
     _fsdp_stage(reading, config, words)
     if config.switch("cpu_offload") or "offload" in items:
-        reading.tell_offload("fsdp_config.cpu_offload")
+        reading.set_offload("fsdp_config.cpu_offload")
     if config.switch("activation_checkpointing"):
-        reading.tell("recompute", "fsdp_config.activation_checkpointing", "full")
+        reading.set("recompute", "fsdp_config.activation_checkpointing", "full")
     if str(config.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
         raise config.refused("auto_wrap_policy", "use TRANSFORMER_BASED_WRAP")
     config.refuse({"xla": (), "xla_fsdp_v2": (), "xla_fsdp_grad_ckpt": (), "ignored_modules": ()})
@@ -333,9 +333,9 @@ def _fsdp1_options(reading: Reading, config: Table) -> None:
     word = str(config.get("backward_prefetch") or "NO_PREFETCH").lower()
     if word not in ("backward_pre", "backward_post", "no_prefetch"):
         raise config.refused("backward_prefetch", "use backward_pre, backward_post or no_prefetch")
-    reading.options["fsdp1.backward_prefetch"] = Told("fsdp_config.backward_prefetch", word)
+    reading.options["fsdp1.backward_prefetch"] = Setting("fsdp_config.backward_prefetch", word)
     for name in ("forward_prefetch", "use_orig_params"):
-        reading.options[f"fsdp1.{name}"] = Told(f"fsdp_config.{name}", bool(config.switch(name)))
+        reading.options[f"fsdp1.{name}"] = Setting(f"fsdp_config.{name}", bool(config.switch(name)))
 
 
 def _fsdp_stage(reading: Reading, config: Table, words: list[str]) -> None:
@@ -349,7 +349,7 @@ def _fsdp_stage(reading: Reading, config: Table, words: list[str]) -> None:
         value = "shard_grad_op" not in words
     if not isinstance(value, bool):
         raise config.wrong("reshard_after_forward", "true or false")
-    reading.tell(
+    reading.set(
         "stage", "fsdp_config.reshard_after_forward" if "reshard_after_forward" in config.data else "fsdp", 3 if value else 2
     )
 
@@ -359,12 +359,12 @@ def _precision(reading: Reading) -> None:
     if len(on) > 1:
         raise SpecError(f"{reading.table.where} has both bf16 and fp16; the Trainer takes one of them")
     if on:
-        reading.tell("precision", on[0], f"{on[0]}-mixed", also=("bf16",) if on == ["bf16"] else ())
+        reading.set("precision", on[0], f"{on[0]}-mixed", also=("bf16",) if on == ["bf16"] else ())
     else:
-        reading.tell("precision", "neither bf16 nor fp16", "fp32", filled=True)
-    reading.tell("keep_logits", "compute_loss", value=False, filled=True)
-    if on and reading.flags.get("engine", Told("", "")).value == "fsdp2":
-        reading.options["fsdp2.reduce_dtype"] = Told(on[0], "param")
+        reading.set("precision", "neither bf16 nor fp16", "fp32", filled=True)
+    reading.set("keep_logits", "compute_loss", value=False, filled=True)
+    if on and reading.flags.get("engine", Setting("", "")).value == "fsdp2":
+        reading.options["fsdp2.reduce_dtype"] = Setting(on[0], "param")
     dtype = reading.table.get("torch_dtype") or reading.table.get("dtype")
     for key in ("torch_dtype", "dtype"):
         reading.table.leave((key,))
@@ -385,8 +385,8 @@ def _batch(reading: Reading) -> None:
     size, steps = table.count(key), table.count("gradient_accumulation_steps")
     table.leave(("per_gpu_train_batch_size", "per_device_train_batch_size"))
     left_out = f"{key} is left out, which is {_DEFAULT_BATCH} to transformers" if size is None else ""
-    reading.tell("micro_batch", key, size or _DEFAULT_BATCH, filled=size is None, note=left_out)
-    reading.tell("grad_accum", "gradient_accumulation_steps", steps or 1, filled=steps is None)
+    reading.set("micro_batch", key, size or _DEFAULT_BATCH, filled=size is None, note=left_out)
+    reading.set("grad_accum", "gradient_accumulation_steps", steps or 1, filled=steps is None)
     if table.switch("auto_find_batch_size"):
         reading.notes.append("auto_find_batch_size makes batches smaller until they fit; the one that is asked for is counted")
     lengths = {name: found for name in _LENGTHS if (found := table.count(name)) is not None}
@@ -394,47 +394,47 @@ def _batch(reading: Reading) -> None:
         pairs = " and ".join(f"{name}={value}" for name, value in lengths.items())
         raise SpecError(f"{table.where} has {pairs}; keep the one that your script reads")
     for name, value in lengths.items():
-        reading.tell("seq_len", name, value)
+        reading.set("seq_len", name, value)
 
 
 def _recomputation(reading: Reading) -> None:
     keys = ("gradient_checkpointing", "activation_checkpointing")
-    said = [key for key in keys if reading.table.switch(key) is not None]
-    on = [key for key in said if reading.table.switch(key)]
+    given = [key for key in keys if reading.table.switch(key) is not None]
+    on = [key for key in given if reading.table.switch(key)]
     if "recompute" in reading.flags:
         return
     if on:
-        reading.tell("recompute", on[0], "full")
+        reading.set("recompute", on[0], "full")
         reentrant = reading.table.table(f"{on[0]}_kwargs").switch("use_reentrant")
-        if reentrant is not None and reading.flags.get("engine", Told("", "")).value == "ddp":
-            reading.tell("reentrant", f"{on[0]}_kwargs", reentrant, filled=True)
+        if reentrant is not None and reading.flags.get("engine", Setting("", "")).value == "ddp":
+            reading.set("reentrant", f"{on[0]}_kwargs", reentrant, filled=True)
         elif reentrant:
             reading.notes.append(_HELD)
     else:
-        reading.tell("recompute", said[0] if said else keys[0], "none", filled=not said)
+        reading.set("recompute", given[0] if given else keys[0], "none", filled=not given)
 
 
 def _ddp(reading: Reading) -> None:
     """Read DDP's options (``_build_accelerator_args``). Without recomputation the Trainer looks for unused parameters."""
     table, recomputed = reading.table, reading.flags["recompute"]
     unused, static, cap = table.switch(_UNUSED), table.switch("ddp_static_graph"), table.count("ddp_bucket_cap_mb")
-    if reading.flags.get("engine", Told("", "")).value != "ddp":
+    if reading.flags.get("engine", Setting("", "")).value != "ddp":
         return
     if unused is None and recomputed.value == "none":
-        reading.options["ddp.find_unused_parameters"] = Told(_UNUSED, value=True, filled=True)
+        reading.options["ddp.find_unused_parameters"] = Setting(_UNUSED, value=True, filled=True)
     elif unused:
-        reading.options["ddp.find_unused_parameters"] = Told(_UNUSED, value=True)
+        reading.options["ddp.find_unused_parameters"] = Setting(_UNUSED, value=True)
     if static:
-        reading.options["ddp.static_graph"] = Told("ddp_static_graph", value=True)
+        reading.options["ddp.static_graph"] = Setting("ddp_static_graph", value=True)
     if cap:
-        reading.options["ddp.bucket_cap_mb"] = Told("ddp_bucket_cap_mb", cap)
+        reading.options["ddp.bucket_cap_mb"] = Setting("ddp_bucket_cap_mb", cap)
 
 
 def _optimizer(reading: Reading) -> None:
     name = reading.table.text("optim")
     if name in _PAGED and ("engine" not in reading.flags or reading.flags["engine"].value != "ddp"):
         note = f"{reading.table.name('optim')} is {name}, whose states may move to the host: they are counted on the GPU"
-        reading.tell("optimizer", "optim", _PAGED[name], note=note)
+        reading.set("optimizer", "optim", _PAGED[name], note=note)
         return
     if (name or _DEFAULT_OPTIM) not in _OPTIMIZERS:
         raise reading.table.refused("optim", f"use one of {', '.join(_OPTIMIZERS)}")
@@ -450,15 +450,15 @@ def _optimizer(reading: Reading) -> None:
     else:
         reading.unmodelled(saves="optim_target_modules")
     filled = name is None or reading.deepspeed is not None  # DeepSpeed's own section has priority
-    reading.tell("optimizer", "optim", optimizer, filled=filled, also=(_PAGED[name],) if name in _PAGED else ())
+    reading.set("optimizer", "optim", optimizer, filled=filled, also=(_PAGED[name],) if name in _PAGED else ())
     if optimizer == "torchao-adamw-4bit":
         reading.notes.append(
             "the Trainer's 4-bit AdamW has a scale for 256 elements, where torchao's own default, 128, is counted"
         )
     if impl is not None:
-        reading.tell("optimizer_impl", "optim", impl, filled=filled)
+        reading.set("optimizer_impl", "optim", impl, filled=filled)
     if optimizer == "adamw" and reading.deepspeed is not None and not reading.deepspeed.data.get("optimizer"):
-        reading.options["deepspeed.torch_adam"] = Told(
+        reading.options["deepspeed.torch_adam"] = Setting(
             "optim", value=True, filled=filled
         )  # the Trainer passes torch's AdamW to DeepSpeed
 
@@ -485,13 +485,13 @@ def _model(reading: Reading) -> None:
     reading.table.leave(("config_overrides",) if not reading.table.data.get("config_overrides") else ())
     named = name or config
     if named:
-        reading.tell_model("model_name_or_path", named)
+        reading.set_model("model_name_or_path", named)
     words = {"flash_attention_2": "flash", "flash_attention_3": "flash", "sdpa": "sdpa", "eager": "eager"}
     attention = reading.table.text("attn_implementation")
     if attention is not None:
         if attention not in words:
             raise reading.table.refused("attn_implementation", f"use one of {', '.join(words)}")
-        reading.tell("attention", "attn_implementation", words[attention])
+        reading.set("attention", "attn_implementation", words[attention])
 
 
 def _adapter(reading: Reading) -> None:
@@ -503,12 +503,12 @@ def _adapter(reading: Reading) -> None:
         if four:
             raise table.refused("load_in_4bit", "weights in four bits are modelled under adapters: add use_peft")
         return
-    reading.tell("lora_rank", "lora_r", rank or 16, filled=rank is None)  # TRL's default
+    reading.set("lora_rank", "lora_r", rank or 16, filled=rank is None)  # TRL's default
     if targets is not None:
         names = [targets] if isinstance(targets, str) else targets
         if not isinstance(names, list) or not all(isinstance(one, str) for one in names):
             raise table.wrong("lora_target_modules", "a list of names")
-        reading.tell("lora_targets", "lora_target_modules", ",".join(names))
+        reading.set("lora_targets", "lora_target_modules", ",".join(names))
     elif isinstance(table, TranslatedTable):  # not TRL, which hands None to peft
         raise SpecError(
             f"{table.where}: lora_target_modules is left out, and peft's default depends on the model; "
@@ -516,18 +516,16 @@ def _adapter(reading: Reading) -> None:
         )
     else:
         left_out = "lora_target_modules is left out: the layers that peft adapts by default are counted"
-        reading.tell("lora_targets", "lora_target_modules", PEFT_DEFAULT, filled=True, note=left_out)
+        reading.set("lora_targets", "lora_target_modules", PEFT_DEFAULT, filled=True, note=left_out)
     dropout = table.get("lora_dropout")
     if not (dropout is None or (isinstance(dropout, int | float) and not isinstance(dropout, bool))):
         raise table.wrong("lora_dropout", "a number")
-    reading.tell(
-        "lora_dropout", "lora_dropout", dropout is None or dropout > 0, filled=dropout is None
-    )  # TRL's default is 0.05
+    reading.set("lora_dropout", "lora_dropout", dropout is None or dropout > 0, filled=dropout is None)  # TRL's default is 0.05
     _whole_modules(reading)
     if four:
         if kind not in (None, "nf4"):
             raise table.refused("bnb_4bit_quant_type", "use nf4")
-        reading.tell("quantize", "load_in_4bit", "nf4-double" if double else "nf4")
+        reading.set("quantize", "load_in_4bit", "nf4-double" if double else "nf4")
 
 
 def _whole_modules(reading: Reading) -> None:
@@ -544,11 +542,11 @@ def _whole_modules(reading: Reading) -> None:
     )
     if key is None or engine not in ("fsdp2", "deepspeed", *(["ddp"] if narrow else [])):
         return
-    said = table.data[key]
-    names = said.replace(",", " ").split() if isinstance(said, str) else said if isinstance(said, list) else []
+    modules = table.data[key]
+    names = modules.replace(",", " ").split() if isinstance(modules, str) else modules if isinstance(modules, list) else []
     plain = [str(one).rpartition(".")[2] for one in names]
     if plain and set(plain) <= set(TRAINED_MODULES):
-        reading.tell("modules_to_save", key, ",".join(plain))
+        reading.set("modules_to_save", key, ",".join(plain))
         del table.matters[key]
 
 
@@ -561,13 +559,13 @@ def _accelerators(reading: Reading) -> None:
     each = config.table("gradient_accumulation_kwargs").switch("sync_each_batch")
     if reading.deepspeed is None:
         key = "accelerator_config.gradient_accumulation_kwargs.sync_each_batch"
-        reading.tell("sync_every_micro_batch", key, bool(each), filled=each is None)
+        reading.set("sync_every_micro_batch", key, bool(each), filled=each is None)
     degrees = reading.table.table("parallelism_config")
     if (ways := degrees.count("tp_size")) is not None and ways > 1:
         reading.asks["tensor_parallel"] = own_tensor_parallelism("parallelism_config.tp_size", ways)
     for key, flag in (("dp_replicate_size", "replicas"), ("cp_size", "context_parallel")):
         if (degree := degrees.count(key)) is not None and degree > 1:
-            reading.tell(flag, f"parallelism_config.{key}", degree)
+            reading.set(flag, f"parallelism_config.{key}", degree)
     degrees.refuse({"sp_size": (1,)})
     degrees.leave(("dp_shard_size", "cp_backend", "sp_backend", "tp_handler", "cp_handler", "sp_handler"))
     reading.notes += degrees.unknown()

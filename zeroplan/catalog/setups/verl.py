@@ -7,8 +7,8 @@ GRPO, the job is the actor's update.
 from pathlib import Path
 from typing import Any
 
-from zeroplan.catalog.setups.megatron_arguments import tell_megatron, tell_stages
-from zeroplan.catalog.setups.told import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setup, Table, Told, number_of
+from zeroplan.catalog.setups.megatron_arguments import read_megatron, read_stages
+from zeroplan.catalog.setups.settings import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setting, Setup, Table, number_of
 from zeroplan.spec.recipe import LogProbs
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -30,17 +30,17 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     reading = Reading(table, folder)
     trains_a_policy = any(key.startswith("actor_rollout_ref.") for key in table.data)
     gpus = (table.count("trainer.n_gpus_per_node") or 8) * (table.count("trainer.nnodes") or 1)
-    reading.tell("gpus", "trainer.n_gpus_per_node", gpus, filled="trainer.n_gpus_per_node" not in table.data)
+    reading.set("gpus", "trainer.n_gpus_per_node", gpus, filled="trainer.n_gpus_per_node" not in table.data)
     named = next((key for key in (f"{_MODEL}path", "model.partial_pretrain", "model.path") if table.text(key)), None)
     if named is not None:
-        reading.tell_model(named, str(table.data[named]))
+        reading.set_model(named, str(table.data[named]))
     table.leave(["optim"] * (table.data.get("optim") in ("fsdp", "megatron")))  # which of its files Hydra reads
-    reading.tell_frozen_tower(f"{_ACTOR}freeze_vision_tower")
+    reading.set_frozen_tower(f"{_ACTOR}freeze_vision_tower")
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
-    reading.tell("attention", "attn_implementation", "flash", filled=True)
+    reading.set("attention", "attn_implementation", "flash", filled=True)
     reading.unmodelled(saves=_SAVES, adds=_ADDS)
-    fused = reading.options.get("megatron.cross_entropy_fusion_impl", Told("", "")).value == "verl"
-    if fused or reading.flags.get("log_probs", Told("", "")).value in ("chunks", "kernels"):
+    fused = reading.options.get("megatron.cross_entropy_fusion_impl", Setting("", "")).value == "verl"
+    if fused or reading.flags.get("log_probs", Setting("", "")).value in ("chunks", "kernels"):
         for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):
             table.leave((key,))
             table.matters.pop(key, None)
@@ -53,35 +53,35 @@ def _policy(reading: Reading, gpus: int) -> None:
     table = reading.table
     length = (table.count("data.max_prompt_length") or 512) + (table.count("data.max_response_length") or 512)
     ways = table.count(f"{_ACTOR}ulysses_sequence_parallel_size") or 1
-    said = table.text(f"{_ACTOR}strategy") or table.text(f"{_ACTOR}fsdp_config.strategy")
-    uses_megatron = said == "megatron" or "megatron" in str(table.get("config_name")) or (
-        said is None and any(key.startswith(f"{_ACTOR}megatron.") for key in table.data)
+    strategy = table.text(f"{_ACTOR}strategy") or table.text(f"{_ACTOR}fsdp_config.strategy")
+    uses_megatron = strategy == "megatron" or "megatron" in str(table.get("config_name")) or (
+        strategy is None and any(key.startswith(f"{_ACTOR}megatron.") for key in table.data)
     )  # fmt: skip
-    ranks = tell_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
+    ranks = read_megatron(reading, gpus, f"{_ACTOR}megatron.") if uses_megatron else gpus // ways
     if uses_megatron:
         _loss_on_megatron(reading)
         _adapters_on_megatron(reading)
         table.leave((f"{_MODEL}enable_gradient_checkpointing",))  # of FSDP's workers alone; Megatron has its own keys
-        tell_stages(reading, f"{_ACTOR}megatron.override_transformer_config.")
-        reading.tell("seq_len", "data.max_response_length", length)
+        read_stages(reading, f"{_ACTOR}megatron.override_transformer_config.")
+        reading.set("seq_len", "data.max_response_length", length)
     else:
         _fsdp(reading, f"{_ACTOR}fsdp_config.", str(table.get(f"{_ACTOR}strategy") or "fsdp"), gpus)
         _model(reading, _MODEL)
         _length(reading, "data.max_response_length", length, ways)
-    split = int(str(reading.flags.get("context_parallel", Told("", 1)).value)) if uses_megatron else ways
+    split = int(str(reading.flags.get("context_parallel", Setting("", 1)).value)) if uses_megatron else ways
     each = _micro_batch(reading, length, split, ranks)  # ranks that split a sequence fill a dynamic batch together
     total = (table.count(f"{_ACTOR}ppo_mini_batch_size") or 256) * (table.count("actor_rollout_ref.rollout.n") or 1)
-    reading.tell_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
-    told = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
+    reading.set_steps(f"{_ACTOR}ppo_mini_batch_size", total, each * max(1, ranks))
+    is_read = not (uses_megatron or ways > 1 or gpus == 1) and table.text(f"{_ROLLOUT}name") in (None, "vllm")
     if not uses_megatron:
         reading.own_units = "verl"
-        reading.tell_log_probs("algorithm.adv_estimator", how=_log_probs(reading))
-        _loop(reading, alone=not told)
+        reading.set_log_probs("algorithm.adv_estimator", how=_log_probs(reading))
+        _loop(reading, alone=not is_read)
     else:
-        told = _loop_on_megatron(reading)
-    if not told:
+        is_read = _loop_on_megatron(reading)
+    if not is_read:
         reading.notes.append(_UPDATE)
-    _rewards(reading, counted=told)
+    _rewards(reading, counted=is_read)
     parts = [f"{of}.{part}_offload" for of in ("fsdp_config", "megatron") for part in ("param", "optimizer", "grad")]
     if any(table.switch(f"{_ACTOR}{part}") for part in parts):
         reading.notes.append(_MOVED)
@@ -92,7 +92,7 @@ def _loss_on_megatron(reading: Reading) -> None:
     table = reading.table
     comm = f"{_ACTOR}megatron.override_transformer_config.overlap_moe_expert_parallel_comm"
     if table.switch(f"{_MODEL}use_fused_kernels") and not table.switch(comm):
-        reading.options["megatron.cross_entropy_fusion_impl"] = Told(f"{_MODEL}use_fused_kernels", "verl")
+        reading.options["megatron.cross_entropy_fusion_impl"] = Setting(f"{_MODEL}use_fused_kernels", "verl")
         table.like(_ENTROPY)
     else:
         table.read.discard(f"{_MODEL}use_fused_kernels")
@@ -139,7 +139,7 @@ def _sums_of_squares(reading: Reading) -> None:
     """Read the compiled sums of squared probabilities, whose graph, never run backward, holds the logits (actor/dp_actor.py)."""
     key = f"{_ACTOR}calculate_sum_pi_squared"
     if reading.table.switch(f"{_ACTOR}use_torch_compile") is not False and reading.table.switch(key):
-        reading.tell("keep_logits", key, value=True)
+        reading.set("keep_logits", key, value=True)
         reading.table.leave((f"{_ACTOR}sum_pi_squared_checkpointing",))
     else:
         reading.table.read.discard(key)
@@ -152,12 +152,12 @@ def _has_entropy(reading: Reading) -> bool:
     """
     table = reading.table
     table.leave((f"{_ACTOR}entropy_checkpointing",))
-    asked = bool(table.switch(f"{_ACTOR}calculate_entropy")) or number_of(table.get(f"{_ACTOR}entropy_coeff"), 0) != 0
+    has_entropy = bool(table.switch(f"{_ACTOR}calculate_entropy")) or number_of(table.get(f"{_ACTOR}entropy_coeff"), 0) != 0
     compiled = table.switch(f"{_ACTOR}use_torch_compile") is not False
     chunked = table.switch(f"{_ACTOR}entropy_from_logits_with_chunking")
-    if asked and (chunked or not compiled):
+    if has_entropy and (chunked or not compiled):
         table.unmodelled(adds=_ENTROPY)
-    return asked
+    return has_entropy
 
 
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -174,7 +174,7 @@ def _loop(reading: Reading, *, alone: bool) -> None:
     params, states, kl_loss, chunked = (table.switch(f"actor_rollout_ref.{name}") or None for name in names)
     frees = table.switch(f"{_ROLLOUT}free_cache_engine")
     estimator = str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower()
-    reading.tell_loop(
+    reading.set_loop(
         "algorithm.adv_estimator", "ppo", alone=alone, adv_estimator="gae" if estimator == "gae" else "grpo",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
         vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
@@ -193,13 +193,13 @@ def _loop_on_megatron(reading: Reading) -> bool:
     table, stays = reading.table, "{}.megatron.{}_offload"
     compares = table.switch(f"{_ACTOR}use_kl_loss") or table.switch("algorithm.use_kl_in_reward")
     key = stays.format("actor_rollout_ref.ref", "param")
-    away = table.switch(key if key in table.data else f"{_ACTOR}megatron.param_offload")
+    offloads = table.switch(key if key in table.data else f"{_ACTOR}megatron.param_offload")
     here = table.text(f"{_ROLLOUT}name") in (None, "vllm")
     between = all(table.switch(stays.format(_ACTOR[:-1], part)) for part in ("param", "optimizer"))
     if str(table.get("algorithm.adv_estimator") or "gae").rpartition(".")[2].lower() == "gae":
-        return _loop_with_a_critic(reading, keeps_reference=bool(compares and not away), between=between, here=here)
-    reading.tell_loop(
-        "algorithm.adv_estimator", "grpo", full_logits=True, keeps_reference=(compares and not away) or None,
+        return _loop_with_a_critic(reading, keeps_reference=bool(compares and not offloads), between=between, here=here)
+    reading.set_loop(
+        "algorithm.adv_estimator", "grpo", full_logits=True, keeps_reference=(compares and not offloads) or None,
         max_completion_length=table.count("data.max_response_length"), vllm_mode=None if here else "server",
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5) if here else None,
         vllm_tensor_parallel_size=(table.count(f"{_ROLLOUT}tensor_model_parallel_size") or 2) if here else None,
@@ -216,20 +216,20 @@ def _loop_with_a_critic(reading: Reading, *, keeps_reference: bool, between: boo
     the actor's layers, no ranks for experts, and is whole on the GPU or whole on the host between its phases.
     """
     table, before = reading.table, "critic.megatron."
-    away = [table.switch(f"{before}{part}_offload") or False for part in ("param", "optimizer")]
+    offloads = [table.switch(f"{before}{part}_offload") or False for part in ("param", "optimizer")]
     degrees = ("tensor_model", "pipeline_model", "context", "expert_model")
     tp, pp, cp, ep = (table.count(f"{before}{name}_parallel_size") or 1 for name in degrees)
     recomputed = (
         table.text(f"{before}override_transformer_config.recompute_granularity") == "full"
     )  # counted whole or not at all
     same = table.text("critic.model.path") in (None, table.text(f"{_MODEL}path"))
-    if not (here and same and ep == 1 and len(set(away)) == 1) or "expert_parallel" in reading.flags:
-        if not all(away):
+    if not (here and same and ep == 1 and len(set(offloads)) == 1) or "expert_parallel" in reading.flags:
+        if not all(offloads):
             table.matters["algorithm.adv_estimator"] = "adv_estimator=gae: a critic stays on the GPU, and is not counted"
         return False
     own: dict[str, Any] = {**_critic(reading), "critic_recompute": "full" if recomputed else None}
-    reading.tell_loop(
-        "algorithm.adv_estimator", "ppo", critic_ways=(tp, pp, cp), critic_stays=not away[0],
+    reading.set_loop(
+        "algorithm.adv_estimator", "ppo", critic_ways=(tp, pp, cp), critic_stays=not offloads[0],
         keeps_reference=keeps_reference or None,
         vllm_gpu_memory_utilization=number_of(table.get(f"{_ROLLOUT}gpu_memory_utilization"), 0.5),
         vllm_tensor_parallel_size=table.count(f"{_ROLLOUT}tensor_model_parallel_size"),
@@ -265,7 +265,7 @@ def _micro_batch(reading: Reading, length: int, ways: int, ranks: int) -> int:
     if table.switch(f"{_ACTOR}use_dynamic_bsz"):
         each, key = max(1, -(-tokens // length)), f"{_ACTOR}ppo_max_token_len_per_gpu"
         reading.notes.append(FILLED.format(tokens))
-    reading.tell("micro_batch", key, each, filled=key not in table.data and whole is None)
+    reading.set("micro_batch", key, each, filled=key not in table.data and whole is None)
     return each
 
 
@@ -274,14 +274,14 @@ def _supervised(reading: Reading, gpus: int) -> None:
     ways = table.count("ulysses_sequence_parallel_size") or table.count("engine.ulysses_sequence_parallel_size") or 1
     length = table.count("data.max_length") or 1024
     each = reading.number("micro_batch", "data.micro_batch_size_per_gpu", "data.micro_batch_size", default=4) or 1
-    reading.tell_steps("data.train_batch_size", table.count("data.train_batch_size") or 256, each * max(1, gpus // ways))
+    reading.set_steps("data.train_batch_size", table.count("data.train_batch_size") or 256, each * max(1, gpus // ways))
     _fsdp(reading, "model.fsdp_config.", str(table.get("engine.strategy") or table.get("model.strategy") or "fsdp2"), gpus)
     _model(reading, "model.")
     _length(reading, "data.max_length", length, ways)
 
 
 def _length(reading: Reading, key: str, length: int, ways: int) -> None:
-    reading.tell("seq_len", key, -(-length // ways), note=ULYSSES if ways > 1 else "")
+    reading.set("seq_len", key, -(-length // ways), note=ULYSSES if ways > 1 else "")
 
 
 def _fsdp(reading: Reading, before: str, strategy: str, gpus: int) -> None:
@@ -291,34 +291,36 @@ def _fsdp(reading: Reading, before: str, strategy: str, gpus: int) -> None:
     size = table.count(f"{before}fsdp_size", least=-1) or -1
     if 0 < size < gpus and gpus % size == 0:
         version = "fsdp2"
-        reading.tell("replicas", f"{before}fsdp_size", gpus // size)
+        reading.set("replicas", f"{before}fsdp_size", gpus // size)
     version = version if gpus > 1 else "ddp"  # one rank has no one to shard with
-    reading.tell("engine", "strategy", version, also=("fsdp1", "fsdp2"))
+    reading.set("engine", "strategy", version, also=("fsdp1", "fsdp2"))
     keeps = table.switch(f"{before}reshard_after_forward") is False
-    reading.tell("stage", f"{before}reshard_after_forward", 0 if gpus == 1 else 2 if keeps else 3)
+    reading.set("stage", f"{before}reshard_after_forward", 0 if gpus == 1 else 2 if keeps else 3)
     dtype = table.text(f"{before}model_dtype") or "fp32"
     reduced = table.text(f"{before}mixed_precision.reduce_dtype") or "fp32"
     table.like(f"{before}mixed_precision.* {before}dtype")
-    reading.tell("precision", f"{before}model_dtype", "bf16" if dtype in ("bf16", "bfloat16") else "bf16-mixed")
+    reading.set("precision", f"{before}model_dtype", "bf16" if dtype in ("bf16", "bfloat16") else "bf16-mixed")
     if dtype not in ("bf16", "bfloat16") and gpus > 1:
-        reading.options[f"{version}.reduce_dtype"] = Told("reduce_dtype", "fp32" if reduced in ("fp32", "float32") else "param")
-    reading.tell("optimizer", "optim.optimizer", "adamw", filled=True)
+        reading.options[f"{version}.reduce_dtype"] = Setting(
+            "reduce_dtype", "fp32" if reduced in ("fp32", "float32") else "param"
+        )
+    reading.set("optimizer", "optim.optimizer", "adamw", filled=True)
 
 
 def _model(reading: Reading, before: str) -> None:
     table = reading.table
     recomputes = table.switch(f"{before}enable_gradient_checkpointing") is not False
-    reading.tell("recompute", f"{before}enable_gradient_checkpointing", "full" if recomputes else "none")
+    reading.set("recompute", f"{before}enable_gradient_checkpointing", "full" if recomputes else "none")
     rank = next((found for key in ("lora_rank", "lora.rank") if (found := table.count(f"{before}{key}", least=0))), 0)
     if table.switch(
         f"{before}use_liger"
     ):  # workers/fsdp_workers.py: Liger's own loss needs labels, which the model does not get
-        reading.tell_liger(*LIGER, key=f"{before}use_liger", loss=False)
+        reading.set_liger(*LIGER, key=f"{before}use_liger", loss=False)
     targets = table.get(f"{before}target_modules") or table.get(f"{before}lora.target_modules")
     if rank:
-        reading.tell("lora_rank", f"{before}lora_rank", rank)
+        reading.set("lora_rank", f"{before}lora_rank", rank)
         names = (
             targets if isinstance(targets, str) else ",".join(map(str, targets)) if isinstance(targets, list) else "all-linear"
         )
-        reading.tell("lora_targets", f"{before}target_modules", names.strip("[]").replace("'", "").replace('"', ""))
-        reading.tell("lora_dropout", f"{before}lora_dropout", value=False, filled=True)
+        reading.set("lora_targets", f"{before}target_modules", names.strip("[]").replace("'", "").replace('"', ""))
+        reading.set("lora_dropout", f"{before}lora_dropout", value=False, filled=True)

@@ -58,7 +58,7 @@ def _tell_steps(loop: Loop, module: Any) -> None:  # noqa: ANN401
         @wraps(step)
         def stepped(schedule: Any, *args: object, **kwargs: object) -> object:  # noqa: ANN401
             if schedule._has_backward:
-                loop.passes_begin()
+                loop.begin_passes()
             return step(schedule, *args, **kwargs)
 
         return stepped

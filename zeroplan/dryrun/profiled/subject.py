@@ -18,7 +18,7 @@ from zeroplan.spec.recipe import Recompute
 from zeroplan.verify.profiling.anatomy import Anatomy, Manner
 from zeroplan.verify.profiling.cutting import watched
 from zeroplan.verify.profiling.polynomials import Shape
-from zeroplan.verify.profiling.subject import Subject, layer_kinds, longest_said
+from zeroplan.verify.profiling.subject import Subject, configured_length, layer_kinds
 from zeroplan.verify.profiling.watched import PassWatcher
 from zeroplan.verify.training.modules import find_blocks
 from zeroplan.verify.training.recomputation import recompute_blocks
@@ -80,7 +80,7 @@ class ScriptSubject:
     def subject(self, source: str) -> Subject:
         """The model as a subject for the profile."""
         config = getattr(self._model, "config", None)
-        longest = longest_said(config)
+        longest = configured_length(config)
         return Subject(
             name=type(self._model).__name__,
             source=source,

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.ddp import lomo, shampoo_blocks
 from zeroplan.engines.ddp.copies import are_narrow, in_fp32, optimizer_lines
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
@@ -22,6 +21,7 @@ from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.formulas import for_ranks, times
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.micro_batch import Lines
+from zeroplan.engines.offloaded_activations import with_offloaded_activations
 from zeroplan.engines.optimizers import (
     counted,
     implementation_of,
@@ -103,7 +103,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
     if not recipe.offload_activations:
         return answer
-    return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
+    return with_offloaded_activations(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
 
 
 def _step(recipe: RecipeSpec, whole: Row, states: Lines, temporary: Lines) -> Iterator[Moment]:

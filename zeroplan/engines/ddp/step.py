@@ -95,8 +95,8 @@ class Training(MicroBatch):
 
     def _beside_what_goes(self, stepping: Lines, current: int, *, summed: bool) -> Lines:
         """Return an update's temporaries without the bytes of the point's lines that are freed by then."""
-        gone = self.width * current if summed else 2 * current * self.casts_go
-        left = [line._replace(n_bytes=max(line.n_bytes - gone, 0)) for line in stepping]
+        freed = self.width * current if summed else 2 * current * self.casts_go
+        left = [line._replace(n_bytes=max(line.n_bytes - freed, 0)) for line in stepping]
         return tuple([line._replace(formula=product(1, int(line.n_bytes))) for line in left])
 
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:

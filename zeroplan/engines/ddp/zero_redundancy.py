@@ -59,9 +59,9 @@ def fullest_share(model: ModelSpec, optimizer: Optimizer, impl: OptimizerImpl, e
     """
     shares = _shares(every_tensor(model), optimizer, ranks)
     held = [sum(_state_bytes(optimizer, impl, element_bytes, tensor) for tensor in share) for share in shares]
-    taken = [int(total_bytes(step_temporary_lines(optimizer, impl, share, element_bytes))) for share in shares]
+    temporaries = [int(total_bytes(step_temporary_lines(optimizer, impl, share, element_bytes))) for share in shares]
     rank, states = held.index(max(held)), max(held)
-    in_step = [here + there for here, there in zip(held, taken, strict=True)]
+    in_step = [here + there for here, there in zip(held, temporaries, strict=True)]
     busiest = rank if in_step[rank] == max(in_step) else in_step.index(max(in_step))
     temporary = step_temporary_lines(optimizer, impl, shares[busiest], element_bytes)
     if busiest != rank:

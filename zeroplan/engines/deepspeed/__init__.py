@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 from zeroplan.engines.account import Account
-from zeroplan.engines.activations_away import with_activations_away
 from zeroplan.engines.deepspeed.gathers import refuse_quantized
 from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
 from zeroplan.engines.deepspeed.infinity import refuse_swapping
@@ -13,6 +12,7 @@ from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_grad
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import bf16_optimizer_account, partitioned_account, unpartitioned_account
+from zeroplan.engines.offloaded_activations import with_offloaded_activations
 from zeroplan.engines.optimizers import check_engine, implementation
 from zeroplan.engines.passes import passes
 from zeroplan.errors import SpecError
@@ -53,7 +53,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     if not recipe.offload_activations:
         return answer
     runs = passes(model, recipe, batch).runs
-    return with_activations_away(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in runs))
+    return with_offloaded_activations(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in runs))
 
 
 def _refuse(recipe: RecipeSpec) -> None:

@@ -10,7 +10,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
-from zeroplan.engines.rows import Placed, Row, Sizes, handed_on, is_leaf, made_at_once, numel
+from zeroplan.engines.rows import Placed, Row, Sizes, arrival_groups, is_leaf, made_at_once, numel
 
 
 class Flush(NamedTuple):
@@ -46,7 +46,7 @@ class Schedule:
 def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """Return the buckets of ``size`` elements that a backward pass fills and reduces.
 
-    With ``leaves``, gradients of a module that is gathered as one arrive together (:func:`handed_on`).
+    With ``leaves``, gradients of a module that is gathered as one arrive together (:func:`arrival_groups`).
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
@@ -93,7 +93,7 @@ def _flush(inside: list[Placed], size: int, arriving: int, block: int, made: int
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
     """Return the elements that wait outside the bucket when a block's latest gradient exists, and when the one before did.
 
-    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`handed_on`).
+    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`arrival_groups`).
     """
     waits, so_far = [0, 0], 0
     for each in reversed(buckets.whole.executed):
@@ -106,7 +106,7 @@ def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int
 @lru_cache(maxsize=4096)
 def _waiting_after(buckets: Schedule, latest: Placed) -> int:
     """Return the elements that wait after the ``latest`` gradient exists and, if its module is done, has arrived."""
-    together = next(group for group in handed_on(buckets.whole, leaves=buckets.leaves) if latest in group)
+    together = next(group for group in arrival_groups(buckets.whole, leaves=buckets.leaves) if latest in group)
     order = [each for each in reversed(buckets.whole.executed) if each in together]
     if latest is not order[-1]:
         return sum(numel(each) for each in order[: order.index(latest) + 1])

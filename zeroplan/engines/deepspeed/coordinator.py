@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, permutations, takewhile
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.gathers import Piece, Sharing, Taken, taken
+from zeroplan.engines.deepspeed.gathers import GatherMemory, Piece, Sharing, gather_memory
 from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Freed, Step, trace
 from zeroplan.engines.rows import Row, embedding_elements, has_tied_head
@@ -77,7 +77,7 @@ def gathered_by_several(one: Pass) -> Gathered | None:
 class _Handle:
     """One all-gather: its parameters, the unused ones among them, and whether the coordinator has waited for it."""
 
-    def __init__(self, parameters: tuple[int, ...], takes: Taken) -> None:
+    def __init__(self, parameters: tuple[int, ...], takes: GatherMemory) -> None:
         self.parameters = parameters
         self.waiting = set(parameters)
         self.takes = takes
@@ -240,7 +240,7 @@ class Replay:
             return
         numel = sum(self.numel[index] for index in indices)
         one_by_one = len(indices) == 1 or self.options.stage3_allgather_sequential
-        takes = taken(tuple(map(self._piece, sorted(indices))), self.sharing, one_by_one=one_by_one)
+        takes = gather_memory(tuple(map(self._piece, sorted(indices))), self.sharing, one_by_one=one_by_one)
         if self.on_nvme:
             self._read(indices)
             self.read -= self.persistent  # persistent parameters are never released, so their buffers are free
@@ -251,7 +251,7 @@ class Replay:
             sent.sizes[self.numel[index]] += 1
         sent.calls += len(indices) if one_by_one else 1
         sent.scales += takes.scales
-        for change in takes.asked:
+        for change in takes.requested:
             self._hold(change)
 
     def _piece(self, index: int) -> Piece:

@@ -40,10 +40,10 @@ class Piece(NamedTuple):
     ranks: int
 
 
-class Taken(NamedTuple):
+class GatherMemory(NamedTuple):
     """The memory changes of an all-gather, in order; negative ones free memory. [elements of a weight]"""
 
-    asked: tuple[int, ...]
+    requested: tuple[int, ...]
     """Changes when the gather is called."""
     arrived: tuple[int, ...] = ()
     """Changes when the module first waits for one of its parameters."""
@@ -54,12 +54,12 @@ class Taken(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> Taken:
+def gather_memory(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> GatherMemory:
     """Return the memory of the all-gather of these parameters; ``one_by_one``: each is gathered by itself. [elements]
 
     >>> two = (Piece(80, 10, 8), Piece(160, 20, 8))
-    >>> taken(two, Sharing(), one_by_one=False)
-    Taken(asked=(240,), arrived=(240,), done=-240, scales=0)
+    >>> gather_memory(two, Sharing(), one_by_one=False)
+    GatherMemory(requested=(240,), arrived=(240,), done=-240, scales=0)
     """
     if sharing.width:
         return _quantized_one_by_one(pieces, sharing) if one_by_one else _quantized_flat(pieces, sharing)
@@ -67,35 +67,35 @@ def taken(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> T
     one_by_one = one_by_one or (sharing.copied and sharing.ranks == 1)  # a single rank's copies are the parameters themselves
     copies = [ceil_div(piece.numel, sharing.ranks) for piece in pieces] if sharing.copied and sharing.ranks > 1 else [0]
     copied = max(copies) if one_by_one else sum(copies)
-    asked = (numel, copied, -copied) if copied else (numel,)
-    return Taken(asked) if one_by_one else Taken(asked, (numel,), -numel)
+    requested = (numel, copied, -copied) if copied else (numel,)
+    return GatherMemory(requested) if one_by_one else GatherMemory(requested, (numel,), -numel)
 
 
-def _quantized_one_by_one(pieces: tuple[Piece, ...], sharing: Sharing) -> Taken:
+def _quantized_one_by_one(pieces: tuple[Piece, ...], sharing: Sharing) -> GatherMemory:
     """Return the changes if variables hold one parameter's payload and scales until the next parameter's exist."""
-    asked, arrived, held, scales, before = list[int](), list[int](), 0, 0, 0
+    requested, arrived, held, scales, before = list[int](), list[int](), 0, 0, 0
     for piece in pieces:
         groups = groups_of(piece.share)
         copy, made = 0 if sharing.half else _HALF * piece.share, piece.share + _SCALE * groups
         payload, beside = piece.share * piece.ranks, _SCALE * groups * piece.ranks
-        asked += [payload, copy, made, -copy, -before, beside]
+        requested += [payload, copy, made, -copy, -before, beside]
         arrived += _restored(piece.numel, sharing)
         before, held, scales = made, held + payload + beside, scales + groups * piece.ranks
-    return _in_elements([*asked, -before], arrived, -held, scales, sharing.width)
+    return _in_elements([*requested, -before], arrived, -held, scales, sharing.width)
 
 
-def _quantized_flat(pieces: tuple[Piece, ...], sharing: Sharing) -> Taken:
+def _quantized_flat(pieces: tuple[Piece, ...], sharing: Sharing) -> GatherMemory:
     share, ranks = sum(piece.share for piece in pieces), pieces[0].ranks
     groups = groups_of(share)
     laid_flat, made = sharing.width * share, share + _SCALE * groups
     payload, beside = share * ranks, _SCALE * groups * ranks
-    asked = [payload, laid_flat]
-    asked += [made, -laid_flat] if sharing.half else [_HALF * share, -laid_flat, made, -_HALF * share]
-    asked += [beside, -made]
+    requested = [payload, laid_flat]
+    requested += [made, -laid_flat] if sharing.half else [_HALF * share, -laid_flat, made, -_HALF * share]
+    requested += [beside, -made]
     arrived = [_HALF * payload]
     for piece in pieces:
         arrived += _restored(piece.numel, sharing)
-    return _in_elements(asked, arrived, -payload - beside - _HALF * payload, groups * ranks, sharing.width)
+    return _in_elements(requested, arrived, -payload - beside - _HALF * payload, groups * ranks, sharing.width)
 
 
 def _restored(numel: int, sharing: Sharing) -> list[int]:
@@ -103,9 +103,9 @@ def _restored(numel: int, sharing: Sharing) -> list[int]:
     return [_HALF * numel] if sharing.half else [_HALF * numel, sharing.width * numel, -_HALF * numel]
 
 
-def _in_elements(asked: list[int], arrived: list[int], done: int, scales: int, width: int) -> Taken:
+def _in_elements(requested: list[int], arrived: list[int], done: int, scales: int, width: int) -> GatherMemory:
     """Convert bytes, which are multiples of eight or fp32 scales, to elements."""
-    return Taken(tuple(one // width for one in asked), tuple(one // width for one in arrived), done // width, scales)
+    return GatherMemory(tuple(one // width for one in requested), tuple(one // width for one in arrived), done // width, scales)
 
 
 @lru_cache(maxsize=4096)

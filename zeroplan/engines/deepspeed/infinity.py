@@ -15,7 +15,7 @@ from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import times
-from zeroplan.engines.pinned import taken_bytes
+from zeroplan.engines.pinned import pinned_bytes
 from zeroplan.engines.rows import Placed, Row
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
@@ -142,13 +142,13 @@ def sub_groups(whole: Row, size: int, n_ranks: int) -> Iterator[tuple[int, ...]]
 
 
 def _optimizer_swapped(found: _Swapped, groups: tuple[tuple[int, ...], ...], master: int) -> _Swapped:
-    away = [group for group in groups if _swappable(sum(group), master)]
+    swapped = [group for group in groups if _swappable(sum(group), master)]
     step = _ALIGNED_BYTES // master
-    shares = [share for group in away for share in group]
+    shares = [share for group in swapped for share in group]
     return found._replace(
         buffer=aligned(max(map(sum, groups)), master),
-        resident=sum(sum(group) for group in groups if group not in away),
-        states=sum(aligned(sum(group), master) for group in away),
+        resident=sum(sum(group) for group in groups if group not in swapped),
+        states=sum(aligned(sum(group), master) for group in swapped),
         gradients=sum(share // step * step for share in shares if _swappable(share, master)),
     )
 
@@ -212,7 +212,7 @@ def _pinned(groups: tuple[tuple[int, ...], ...], options: DeepSpeedOptions, widt
         resident = [sum(group) for group in groups if not swaps or not _swappable(sum(group), widths.master)]
         gradients += [*(widths.master * group for group in resident), widths.kept * everything]
     held = [*alone, *flat]
-    return taken_bytes([], held) - sum(held) + taken_bytes(freed, gradients) - sum(gradients)
+    return pinned_bytes([], held) - sum(held) + pinned_bytes(freed, gradients) - sum(gradients)
 
 
 def on_nvme(whole: Row, options: DeepSpeedOptions, element: int, n_ranks: Int) -> frozenset[int]:

@@ -43,7 +43,7 @@ def on_host(line: Line) -> Line:
 def note(recipe: RecipeSpec) -> tuple[str, ...]:
     """Return the note on the location of states and parameters."""
     place = {"none": "on the GPU", "cpu": "in host memory", "nvme": "on NVMe, but for what has room in host memory"}
-    away = [
+    places = [
         words
         for words, offloaded in (
             (
@@ -57,4 +57,4 @@ def note(recipe: RecipeSpec) -> tuple[str, ...]:
         )
         if offloaded
     ]
-    return ("; ".join(away),) if away else ()
+    return ("; ".join(places),) if places else ()

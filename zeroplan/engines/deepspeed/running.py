@@ -50,9 +50,9 @@ def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     """
     head = these.head
     of_block = (run.block.handed for run in these.runs if block < run.first + run.n_blocks)
-    handed = head.handed_below if block < 0 else next(of_block, head.handed)
-    if handed:
-        return next((one.lines for one in handed if made <= one.gradients), handed[-1].lines)
+    arrivals = head.handed_below if block < 0 else next(of_block, head.handed)
+    if arrivals:
+        return next((one.lines for one in arrivals if made <= one.gradients), arrivals[-1].lines)
     flow = Line(_FLOWING, these.head.hidden_bytes, "", _FLOW)
     if block < 0:
         return (flow,) if made < these.below else ()
@@ -86,7 +86,7 @@ def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[str |
     """Return the kind, the index of the block's next gradients, and whether they have just come; outside blocks the position."""
     if not 0 <= block < counts[-1][0]:
         return (block,)
-    kind, gradients = next((kind, handed) for end, kind, handed in counts if block < end)
+    kind, gradients = next((kind, arrivals) for end, kind, arrivals in counts if block < end)
     at = min(bisect_left(gradients, made), len(gradients) - 1)
     return kind, at, made == gradients[at]
 

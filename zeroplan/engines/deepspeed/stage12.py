@@ -53,11 +53,11 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     else:
         updated = (master, *state_lines(recipe.optimizer, kept_as(recipe, impl), tensors, job.master, symbol=SHARE))
         temporary = step_temporary_lines(recipe.optimizer, impl, tensors, job.master, symbol=SHARE)
-    these, away = passes(model, recipe, batch), offloads_optimizer(recipe)
-    here = tuple(map(on_host, updated)) if away else updated
+    these, offloads = passes(model, recipe, batch), offloads_optimizer(recipe)
+    here = tuple(map(on_host, updated)) if offloads else updated
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     persistent = (flat, *frozen, *here, *left, *way_back(job), *buffers_and_pixels(model, recipe, batch))
-    training = trained(job, impl, these, persistent, () if away else temporary)
+    training = trained(job, impl, these, persistent, () if offloads else temporary)
     start = beside(_init(job, (flat, here[0], *frozen)), left)
     return Account(
         (*persistent, own_gradients(job)),

@@ -81,8 +81,8 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
     elif offloads_optimizer(recipe):
         reason = "gradients of this rank's share, as the optimizer takes them"
         formula, source = times(job.master, "G_r"), f"{STAGE3}, initialize_optimizer_states"
-        taken = Line(Kind.GRADIENTS, job.master * job.partition, reason, formula, source)
-        lines += [master, *optimizer, gradients, taken, *temporary]
+        gradient_line = Line(Kind.GRADIENTS, job.master * job.partition, reason, formula, source)
+        lines += [master, *optimizer, gradients, gradient_line, *temporary]
     pins = _beyond(job)
     return (*lines, beyond(pins)) if lines and pins is not None else tuple(lines)
 

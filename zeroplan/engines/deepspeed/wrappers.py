@@ -77,7 +77,7 @@ class Unpartitioned(Wrapper):
         copy = Line(Kind.REDUCE, max(sizes), reason, times(job.element, "B_max"), f"{ENGINE}, allreduce_no_retain")
         self.memory.hold("made", all_of(job, Kind.GRADIENTS, job.element, "all gradients", ENGINE))
         self.memory.at("end of backward: gradients all-reduced", Phase.BACKWARD)
-        self.memory.in_turn(copy, sizes if last else (), "all_reduce", job.n_ranks)
+        self.memory.one_after_another(copy, sizes if last else (), "all_reduce", job.n_ranks)
 
     def step(self) -> None:
         """Cast gradients to fp32, flatten them under ``FP16_Optimizer``, and update the weights."""
@@ -109,7 +109,7 @@ class AddedInFp32(Wrapper):
         cast = Line(Kind.TEMPORARY, 4 * largest_parameter(job.whole), reason, "4·G_one", f"{BF16}._update_hp_grad")
         memory.hold("made", all_of(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", BF16))
         memory.at("end of backward: gradients added in fp32", Phase.BACKWARD)
-        memory.in_turn(cast, [4 * numel(each) for each in job.whole.placed])
+        memory.one_after_another(cast, [4 * numel(each) for each in job.whole.placed])
         if last:
             n_bytes, reason = 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce"
             memory.at("end of backward: gradients all-reduced", Phase.BACKWARD)
@@ -128,19 +128,21 @@ class Sharded(Wrapper):
 
     def step(self) -> None:
         """Compute the norm, flatten gradients in the optimizer's dtype, and update; with offload the CPU does all that."""
-        job, memory, away = self.job, self.memory, offloads_optimizer(self.job.recipe)
+        job, memory, offloads = self.job, self.memory, offloads_optimizer(self.job.recipe)
         own = own_gradients(job)
-        if away and sums_in_fp32(job.recipe):  # a later micro-batch reuses this tensor, and the next step has no moment with it
+        if offloads and sums_in_fp32(
+            job.recipe
+        ):  # a later micro-batch reuses this tensor, and the next step has no moment with it
             own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
         memory.hold("averaged", own, *((updates(job),) if job.by_muon else ()))
-        if job.recipe.deepspeed.compute_grad_norm and not away:
+        if job.recipe.deepspeed.compute_grad_norm and not offloads:
             reason = "largest gradient of this rank's share in fp64"
             memory.at("gradient norm", Phase.STEP)
             memory.put("norm", Line(Kind.OPTIMIZER_TEMPORARY, FP64 * job.largest, reason, "8·G_max", _NORM))
             memory.drop("norm")
         if job.by_muon:
             self._lay_flat_by_group(own)
-        elif not (away or sums_in_fp32(job.recipe)):
+        elif not (offloads or sums_in_fp32(job.recipe)):
             self._lay_flat(own)
         self.update_share()
 

@@ -10,14 +10,14 @@ Leaves out a single rank, where FSDP1 shards nothing; buffers of the process gro
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.activations_away import note
 from zeroplan.engines.frozen import ROUTED
 from zeroplan.engines.fsdp1 import step
 from zeroplan.engines.fsdp1.adapters import IGNORED
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, flat_plan, frozen_units
-from zeroplan.engines.fsdp2 import activations_away, in_host_memory, symbols_of
+from zeroplan.engines.fsdp2 import activations_on_host, in_host_memory, symbols_of
 from zeroplan.engines.fsdp2.groups import Group, on_host
 from zeroplan.engines.fsdp2.traffic import ROOT, of_units
+from zeroplan.engines.offloaded_activations import note
 from zeroplan.engines.optimizers import counted, step_temporary_lines
 from zeroplan.ledger import Collective, Line, Role, Tag
 from zeroplan.numeric import Int, ceil_div
@@ -38,7 +38,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     updated = "U" if recipe.fsdp1.use_orig_params else f"{plan.trained_symbol}/N"
     temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=updated)
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
-    activations = activations_away(plan)
+    activations = activations_on_host(plan)
     return Account(
         states=states,
         moments=step.moments(plan, (*states, *here)),

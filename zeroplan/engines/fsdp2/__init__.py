@@ -12,12 +12,12 @@ the process group itself.
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Account, Symbol
-from zeroplan.engines.activations_away import NOTHING, Away, away, note
 from zeroplan.engines.fsdp2 import step
 from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
+from zeroplan.engines.offloaded_activations import NOTHING, OffloadedActivations, note, offloaded_activations
 from zeroplan.engines.optimizers import counted, step_temporary_lines, total_elements
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.published_optimizers import notes_of as notes_of_optimizer
@@ -49,7 +49,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     if recipe.fsdp2.step_in_backward:
         temporaries = ()
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
-    activations = activations_away(plan)
+    activations = activations_on_host(plan)
     held = plan.head.shared if plan.loss_in_loop else ()
     moments = step.moments(plan, (*states, *held, *here))
     of_experts = tuple(_of_experts(plan, model, mesh, batch)) if plan.has_experts_apart else ()
@@ -64,15 +64,15 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
 
 
-def activations_away(plan: Plan) -> Away:
+def activations_on_host(plan: Plan) -> OffloadedActivations:
     """Return the blocks' activations in host memory."""
     if not plan.recipe.offload_activations:
         return NOTHING
     kinds = [run.name for run in plan.runs]
-    return away(plan.recipe.recompute, zip(kinds, plan.passes, plan.every_layer, strict=True))
+    return offloaded_activations(plan.recipe.recompute, zip(kinds, plan.passes, plan.every_layer, strict=True))
 
 
-def in_host_memory(plan: Plan, activations: Away) -> tuple[Line, ...]:
+def in_host_memory(plan: Plan, activations: OffloadedActivations) -> tuple[Line, ...]:
     """Return the host memory per rank under offload, including the optimizer step's temporaries."""
     if not plan.recipe.offloads:
         return ()
@@ -88,7 +88,7 @@ def _excess(parameter: Parameter, ranks: int) -> int:
     return ceil_div(parameter.shape[0], ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
 
 
-def symbols_of(plan: Plan, model: ModelSpec, activations: Away) -> tuple[Symbol, ...]:
+def symbols_of(plan: Plan, model: ModelSpec, activations: OffloadedActivations) -> tuple[Symbol, ...]:
     """Return the symbols in a plan's formulas that the model's legend lacks."""
     return (
         Symbol("N", plan.n, "ranks that share one copy"),

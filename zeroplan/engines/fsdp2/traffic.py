@@ -108,8 +108,8 @@ def _of_matrices(matrices: list[LocalTensor], width: int, operation: str, *, ove
     calls: Int = 0
     n_bytes: Int = 0
     for one in matrices:
-        calls = calls + one.repeat * for_ranks(one, width, lambda deeds: len(sent(deeds)))
-        n_bytes = n_bytes + one.repeat * for_ranks(one, width, lambda deeds: sum(sent(deeds)))
+        calls = calls + one.repeat * for_ranks(one, width, lambda events: len(sent(events)))
+        n_bytes = n_bytes + one.repeat * for_ranks(one, width, lambda events: sum(sent(events)))
     return calls, n_bytes
 
 

@@ -18,7 +18,7 @@ _PARTS = 10_000
 """The share in host memory is counted in whole parts of this many."""
 
 
-def _away(rank: Rank, job: Job) -> Int:
+def _tensors_on_host(rank: Rank, job: Job) -> Int:
     """Return how many of a rank's updated parameters are in host memory at least: whole tensors until the fraction is reached."""
     return updated_by(rank, job)[0] * int(job.recipe.megatron.optimizer_offload_fraction * _PARTS) // _PARTS
 
@@ -28,15 +28,15 @@ def states_on_gpu(rank: Rank, job: Job) -> tuple[Int, str]:
     share, named = updated_by(rank, job)
     if not job.recipe.megatron.optimizer_offload_fraction:
         return share, named
-    return share - _away(rank, job), f"({named} - U_host)"
+    return share - _tensors_on_host(rank, job), f"({named} - U_host)"
 
 
 def host_lines(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield what is in host memory: fp32 weights, pinned fp32 gradients, and both moments. [bytes]"""
     if job.recipe.megatron.optimizer_offload_fraction:
-        away = _away(rank, job)
-        yield Line(Kind.OPTIMIZER_STATE, 12 * away, "fp32 weights, momentum and variance", "12·U_host", HYBRID)
-        yield Line(Kind.GRADIENTS, 4 * away, "fp32 gradients for the CPU's optimizer, pinned", "4·U_host", HYBRID)
+        on_host = _tensors_on_host(rank, job)
+        yield Line(Kind.OPTIMIZER_STATE, 12 * on_host, "fp32 weights, momentum and variance", "12·U_host", HYBRID)
+        yield Line(Kind.GRADIENTS, 4 * on_host, "fp32 gradients for the CPU's optimizer, pinned", "4·U_host", HYBRID)
 
 
 def copied_back(rank: Rank, job: Job) -> Iterator[Line]:
@@ -57,5 +57,5 @@ def _largest(rank: Rank, job: Job) -> Int:
 def symbols_on_host(rank: Rank, job: Job) -> Iterator[Symbol]:
     """Yield the symbols of these lines."""
     if job.recipe.megatron.optimizer_offload_fraction:
-        yield Symbol("U_host", _away(rank, job), "parameters whose optimizer states are in host memory")
+        yield Symbol("U_host", _tensors_on_host(rank, job), "parameters whose optimizer states are in host memory")
         yield Symbol("U_back", _largest(rank, job), "elements of the largest tensor that comes back from there")

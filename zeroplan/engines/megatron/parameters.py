@@ -49,13 +49,13 @@ def of_one_rank(parameter: Parameter, job: Job) -> Int:
     Expert-parallel ranks split the experts, and tensor-parallel ranks the matrices. Each rank has whole norms and routers.
     """
     mesh = job.mesh
-    elements = _as_said(parameter, job)
+    elements = _without_gates(parameter, job)
     if is_expert(parameter):
         return ceil_div(elements, mesh.ep * job.recipe.megatron.expert_ways(int(mesh.tp)))
     return ceil_div(elements, mesh.tp) if is_split(parameter.name) else elements
 
 
-def _as_said(parameter: Parameter, job: Job) -> int:
+def _without_gates(parameter: Parameter, job: Job) -> int:
     """Return the elements of a parameter. Without ``--swiglu`` a gated family's MLPs have no gate."""
     if job.model.family in UNGATED or is_gated(job):
         return parameter.numel

@@ -162,7 +162,7 @@ class Sharding(NamedTuple):
 
     def lines(self, at: str | int) -> tuple[Line, ...]:
         """Return the lines of whole weights and gradients at a point of the step. [bytes]"""
-        asked = (
+        buffers = (
             (Kind.UNSHARDED_PARAMETERS, 1, "O", self._gathered(at), "gathered weights", _GATHERED),
             (Kind.UNSHARDED_GRADIENTS, self.width_of_gradient, "J", self._reduced(at), "whole gradients", _REDUCED),
         )
@@ -175,7 +175,7 @@ class Sharding(NamedTuple):
                 source,
                 _AT_STEP if at == AT_STEP else Tag(),
             )
-            for kind, width, name, elements, what, source in asked
+            for kind, width, name, elements, what, source in buffers
         )
         return tuple(line for line in made if not (isinstance(line.n_bytes, int) and not line.n_bytes))
 

@@ -42,8 +42,8 @@ def bytes_of(recipe: RecipeSpec) -> Bytes:
     """
     options = recipe.megatron
     if recipe.precision not in _BYTES:
-        said = ", ".join(PRECISIONS)
-        raise SpecError(f"engine 'megatron' with precision {recipe.precision!r} is not modelled; use one of {said}")
+        known = ", ".join(PRECISIONS)
+        raise SpecError(f"engine 'megatron' with precision {recipe.precision!r} is not modelled; use one of {known}")
     if options.use_precision_aware_optimizer:
         return _aware(recipe)
     if not options.main_weights:

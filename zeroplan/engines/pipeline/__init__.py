@@ -3,8 +3,8 @@
 FSDP2 shards every stage; stages and schedules are those of ``torch.distributed.pipelining`` (torch 2.13), split and driven as
 in torchtitan. A stage is FSDP2's plan of its layers; a schedule decides how many micro-batches are in flight meanwhile.
 
-Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are modelled if ``transformer/families/halves.py`` knows
-the tensors that a block keeps between the halves, and refused otherwise.
+Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are modelled if
+``transformer/families/split_backward.py`` knows the tensors that a block keeps between the halves, and refused otherwise.
 """
 
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments, entry_of
-from zeroplan.transformer.families.halves import SPLIT_BACKWARD, why_not
+from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, why_not
 from zeroplan.weights import ONE_POOL
 
 RECEIVED = "torch 2.13, torch/distributed/pipelining/stage.py, PipelineStage._setup_forward_recv_info"

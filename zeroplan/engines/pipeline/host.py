@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import several
-from zeroplan.engines.fsdp2 import activations_away
+from zeroplan.engines.fsdp2 import activations_on_host
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.pipeline.lines import plain
 from zeroplan.engines.pipeline.stage import StagePlan
@@ -43,7 +43,7 @@ def _states_of(stage: StagePlan) -> Iterator[Line]:
 
 def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[Line, Int]:
     """Return the peak of offloaded inputs, and the extra bytes of their pinned blocks."""
-    each = [activations_away(stage.plan) for stage in stages]
+    each = [activations_on_host(stage.plan) for stage in stages]
     n_bytes, rounded = (
         _most(sizes, states) for sizes in ([total_bytes(one.lines) for one in each], [one.beyond_bytes for one in each])
     )

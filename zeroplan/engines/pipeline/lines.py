@@ -163,7 +163,7 @@ def sizes_of(parameters: Iterable[Parameter]) -> tuple[int, ...]:
     return tuple(parameter.numel for parameter in parameters if not parameter.frozen)
 
 
-def taken_up(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
+def accumulated_gradients(plan: Plan, sizes: tuple[int, ...], *, first: bool) -> Line:
     """Return the gradients of one group while FSDP2 accumulates them, cast if they are the first and the dtype widens. [bytes]
 
     If the dtypes are alike, or autograd has cast the gradients on arrival, those of later micro-batches have been added

@@ -14,6 +14,7 @@ from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.fsdp2.step import MicroBatch
 from zeroplan.engines.pipeline.lines import (
     accumulated,
+    accumulated_gradients,
     as_made,
     flowing_line,
     gathered_at_once,
@@ -26,7 +27,6 @@ from zeroplan.engines.pipeline.lines import (
     sizes_of_block,
     split_embedding_backward,
     split_head_forward,
-    taken_up,
     unsharded_parameters,
 )
 from zeroplan.engines.pipeline.waiting import Rank, in_flight_line, of_the_head, waiting_lines
@@ -263,7 +263,7 @@ class StagePass(MicroBatch):
         trace.at("backward: gradients of the last norm and the head", Phase.BACKWARD)
         flow = flowing_line(self.stage, "gradient that flows into the last block")
         if plan.trained_outside[-1].numel:
-            trace.pass_by(taken_up(plan, self._sizes_outside, first=not self.earlier), flow)
+            trace.pass_by(accumulated_gradients(plan, self._sizes_outside, first=not self.earlier), flow)
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold whole gradients: earlier micro-batches', or in the first one those of the blocks above. The head's come last."""
@@ -316,10 +316,10 @@ class StagePass(MicroBatch):
     def _casts(self, one: BlockPass) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """Yield the moments when autograd casts each gradient, while the operator's result is still alive."""
         plan, before = self.plan, 0
-        for handed in one.handed:
-            n_bytes = plan.reduce_bytes * handed.gradients + plan.width.compute * (handed.gradients - before)
-            before = handed.gradients
-            yield "a gradient is cast", (handed.lines, (made_line(plan, n_bytes, "this block's, made so far and cast"),))
+        for arrival in one.handed:
+            n_bytes = plan.reduce_bytes * arrival.gradients + plan.width.compute * (arrival.gradients - before)
+            before = arrival.gradients
+            yield "a gradient is cast", (arrival.lines, (made_line(plan, n_bytes, "this block's, made so far and cast"),))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """Accumulate a block's gradients, or cast the first ones to the reduction's dtype."""
@@ -328,7 +328,7 @@ class StagePass(MicroBatch):
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
         is_followed = plan.runs[position.run].kind != "first" or plan.recomputes[position.run] != "none"
         self.trace.pass_by(
-            taken_up(plan, sizes_of_block(plan, position.run), first=not self.earlier),
+            accumulated_gradients(plan, sizes_of_block(plan, position.run), first=not self.earlier),
             flowing_line(self.stage, "gradient that flows out of this block", int(is_followed)),
             *(one.kept("full") if keeps_input else ()),
         )
@@ -357,7 +357,7 @@ class StagePass(MicroBatch):
             self.trace.pass_by(made_line(plan, plan.width.compute * first.numel, "the embedding's of this micro-batch"), flow)
         trace.at(f"backward: gradients of {'the root group' if self.ends is None else 'the embedding'}", Phase.BACKWARD)
         flows_on = () if plan.at_embedding is not None or stage.stage.is_first else (flow,)
-        self.trace.pass_by(taken_up(plan, self._sizes_outside, first=not self.earlier), *flows_on)
+        self.trace.pass_by(accumulated_gradients(plan, self._sizes_outside, first=not self.earlier), *flows_on)
 
     @property
     def _sizes_outside(self) -> tuple[int, ...]:

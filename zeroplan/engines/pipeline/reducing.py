@@ -31,7 +31,7 @@ from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.numeric import Int, maximum
 
 
-class _Turn(NamedTuple):
+class _Reduction(NamedTuple):
     """One unit's reduction: the layers, by run, that follow it and that precede it."""
 
     after: tuple[int, ...]
@@ -52,11 +52,11 @@ def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mom
     plan, (first, *others) = one.plan, one.plan.trained_outside
     none = tuple(0 for _ in plan.blocks)
     if first.numel:
-        yield from one.first_unit(_Turn(plan.every_layer, none, 0, len(others)))
+        yield from one.first_unit(_Reduction(plan.every_layer, none, 0, len(others)))
     yield from one.blocks(len(others))
     for head in others:
         if head.numel:
-            alive = one.alive(_Turn(none, plan.every_layer, 1, 0))
+            alive = one.alive(_Reduction(none, plan.every_layer, 1, 0))
             yield one.reduction(head, plan.last_root_elements, "the last norm and the head", alive)
 
 
@@ -70,14 +70,14 @@ class _Reducing:
         self.width = self.plan.reduce_bytes if earlier else self.plan.width.compute
         self.fresh = bool(state.fresh and state.fresh[state.chunk] and earlier)
 
-    def first_unit(self, turn: _Turn) -> Iterator[Moment]:
+    def first_unit(self, reduction: _Reduction) -> Iterator[Moment]:
         """Yield the root group's reduction, or a separate embedding's."""
         plan, (first, *_) = self.plan, self.plan.trained_outside
         if plan.at_embedding is not None:
-            yield taking_its_share(plan._replace(reduce_bytes=self.width), self.alive(turn))
+            yield taking_its_share(plan._replace(reduce_bytes=self.width), self.alive(reduction))
         root = plan.ends is None
         last, name = (plan.last_root_elements, "the root group") if root else (first.numel, "the embedding")
-        yield self.reduction(first, last, name, self.alive(turn))
+        yield self.reduction(first, last, name, self.alive(reduction))
 
     def blocks(self, after_outside: int) -> Iterator[Moment]:
         """Yield the first and the last block of each kind."""
@@ -89,7 +89,7 @@ class _Reducing:
                 after = tuple(0 if at < run else here - (at == run) * (block + 1) for at, here in enumerate(plan.every_layer))
                 done = tuple(here if at < run else block * (at == run) for at, here in enumerate(plan.every_layer))
                 if plan.trained_blocks[run].numel:
-                    yield from self.block(run, self.alive(_Turn(after, done, 1, after_outside)), is_first=block == 0)
+                    yield from self.block(run, self.alive(_Reduction(after, done, 1, after_outside)), is_first=block == 0)
 
     def block(self, run: int, alive: tuple[Line, ...], *, is_first: bool) -> Iterator[Moment]:
         """Yield the reduction of a block of a kind."""
@@ -100,16 +100,16 @@ class _Reducing:
             return
         yield from _with_experts(plan, run, self.width, name, (alive, _input_before(plan, run, is_first=is_first)))
 
-    def alive(self, turn: _Turn) -> tuple[Line, ...]:
+    def alive(self, reduction: _Reduction) -> tuple[Line, ...]:
         """Return the lines beside the current unit: gradients or shards of the others, and units that are not resharded yet."""
-        plan, at = self.plan._replace(reduce_bytes=self.width), len(self.plan.outside) - turn.after_outside
-        left, done = plan.trained_outside[at:], plan.trained_outside[: turn.done_outside]
+        plan, at = self.plan._replace(reduce_bytes=self.width), len(self.plan.outside) - reduction.after_outside
+        left, done = plan.trained_outside[at:], plan.trained_outside[: reduction.done_outside]
         return (
             *self.common,
-            accumulated(plan, turn.after, left),
-            *((as_made(plan, turn.after, left),) if self.fresh else ()),
-            *_done(self.plan, turn.done, done),
-            unsharded_parameters(plan, turn.after, "blocks not sharded again yet", plan.outside[at:]),
+            accumulated(plan, reduction.after, left),
+            *((as_made(plan, reduction.after, left),) if self.fresh else ()),
+            *_done(self.plan, reduction.done, done),
+            unsharded_parameters(plan, reduction.after, "blocks not sharded again yet", plan.outside[at:]),
         )
 
     def reduction(self, group: Group, last: int, name: str, alive: tuple[Line, ...]) -> Moment:

@@ -43,7 +43,7 @@ class Place(NamedTuple):
         """Whether one of the rank's stages is the model's last."""
         return self.rank == (0 if self.schedule == "zbv" else self.pp - 1) and chunk == self.chunks - 1
 
-    def goes_by_hand(self, chunk: int) -> bool:
+    def stays_on_rank(self, chunk: int) -> bool:
         """Whether a stage's output goes to the next stage of the same rank: at the bottom of the V."""
         return self.schedule == "zbv" and self.rank == self.pp - 1 and chunk == 0
 
@@ -97,8 +97,8 @@ class Passes:
         takes = {"forward": self._forward, "backward": self._backward, "input": self._input, "weights": self._weights}
         order, active, gathered = order_of(self.place), set[int](), set[int]()
         for (kind, chunk, at), coming in zip(order, next_stages(order), strict=True):
-            for gone in active.difference(coming):
-                self.stages[gone].reshard_all()
+            for left in active.difference(coming):
+                self.stages[left].reshard_all()
             for one in coming:
                 if one not in active:
                     self.stages[one].unshard_all()
@@ -113,7 +113,7 @@ class Passes:
         """Run a forward. An output for the rank's own next stage counts as received by that stage."""
         stage = self.stages[chunk]
         stage.forward_of(at)
-        if self.place.goes_by_hand(chunk):
+        if self.place.stays_on_rank(chunk):
             stage.output_of(at)
 
     def _backward(self, chunk: int, at: int) -> None:
@@ -131,7 +131,7 @@ class Passes:
         stage.input_of(at)
         if self.place.is_last(chunk):
             stage.output_of(at)
-        if self.place.goes_by_hand(chunk - 1):
+        if self.place.stays_on_rank(chunk - 1):
             stage.sent(at)
 
     def _weights(self, chunk: int, at: int) -> None:

@@ -21,7 +21,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, Stage
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import At, BackwardPoint
-from zeroplan.transformer.families.halves import Halves, block_halves, head_halves
+from zeroplan.transformer.families.split_backward import SplitBackward, split_block, split_ending
 from zeroplan.transformer.families.tags import SAVED
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params import layout
@@ -33,8 +33,8 @@ FORWARD = "torchtitan, experiments/transformers_modeling_backend/model.py, HFTra
 class Split(NamedTuple):
     """The two halves of a stage's backward: for a block of each run, and for final norm and head."""
 
-    blocks: tuple[Halves, ...]
-    head: Halves | None
+    blocks: tuple[SplitBackward, ...]
+    head: SplitBackward | None
 
     def held(self, layers: tuple[int, ...]) -> Int:
         """Return the memory that this many blocks of each run hold from the first half to the second. [bytes]"""
@@ -193,8 +193,8 @@ def stage_plan_of(
     halves = None
     if recipe.pipeline_schedule in SPLIT:
         compute = compute_of(recipe, tp=int(mesh.tp), ep=int(mesh.ep), cp=int(mesh.cp))
-        blocks = tuple([block_halves(fewer, run, compute, batch) for run in part.runs])
-        halves = Split(blocks, head_halves(fewer, part.tail, compute, batch) if stage.is_last else None)
+        blocks = tuple([split_block(fewer, run, compute, batch) for run in part.runs])
+        halves = Split(blocks, split_ending(fewer, part.tail, compute, batch) if stage.is_last else None)
     split = mesh.tp != 1 or mesh.cp != 1
     return StagePlan(stage, plan, plan.corners, plan.walk, head.hidden_bytes, logits, kept, split, by_rank, halves)
 

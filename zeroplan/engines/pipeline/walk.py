@@ -66,7 +66,7 @@ def left_over(place: Place) -> int:
 
     A stage that gets its input from a stage of the same rank leaves none.
     """
-    chunks = [chunk for chunk in range(place.chunks) if not (place.is_first(chunk) or place.goes_by_hand(chunk - 1))]
+    chunks = [chunk for chunk in range(place.chunks) if not (place.is_first(chunk) or place.stays_on_rank(chunk - 1))]
     return len(chunks) * place.micro_batches
 
 
@@ -122,12 +122,12 @@ def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
 def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[State]:
     """Return the state of every pass; under GPipe of the first two and the last, since everything is linear between them."""
     ahead = min(place.micro_batches, place.pp - place.rank)
-    told: Iterable[int] = range(place.micro_batches)
+    micro_batches: Iterable[int] = range(place.micro_batches)
     if place.schedule == "1f1b":  # after so many micro-batches, each one repeats the one before
         place = place._replace(micro_batches=min(place.micro_batches, 2 * ahead + 2))
     elif place.schedule == "gpipe":
-        told = sorted({0, min(1, place.micro_batches - 1), place.micro_batches - 1})
-    walk = _Walk(place, told, resharded=resharded, widened=widened)
+        micro_batches = sorted({0, min(1, place.micro_batches - 1), place.micro_batches - 1})
+    walk = _Walk(place, micro_batches, resharded=resharded, widened=widened)
     Passes(place, walk.stages).run()
     return walk.states
 
@@ -135,9 +135,14 @@ def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[Sta
 class _Walk:
     """Records the waiting tensors as the passes run."""
 
-    def __init__(self, place: Place, told: Iterable[int], *, resharded: bool, widened: bool) -> None:
-        """``told``: the micro-batches whose passes to record."""
-        self.splits, self.told, self.resharded, self.widened = place.schedule in SPLIT, frozenset(told), resharded, widened
+    def __init__(self, place: Place, micro_batches: Iterable[int], *, resharded: bool, widened: bool) -> None:
+        """``micro_batches``: the micro-batches whose passes to record."""
+        self.splits, self.told, self.resharded, self.widened = (
+            place.schedule in SPLIT,
+            frozenset(micro_batches),
+            resharded,
+            widened,
+        )
         self.states: list[State] = []
         self.stages = [Counted(self, chunk, is_first=place.is_first(chunk)) for chunk in range(place.chunks)]
         self.ahead = False

@@ -83,7 +83,7 @@ class Gathers(Replay):
     def _gather_in_8_bits(self, indices: list[int]) -> None:
         """Quantize shards, and gather them with their scales (qwZ)."""
         flat, takes, reason = self._flat(indices[0]), self.in_flight[indices[0]].takes, "weights in 8 bits and their scales"
-        for change in takes.asked:
+        for change in takes.requested:
             if change > 0:
                 self.log.request(flat, self.element * change, Kind.GATHER, reason)
             else:

@@ -49,14 +49,14 @@ class Log:
     >>> log.request("weights", 4, Kind.PARAMETERS, "weights")
     >>> log.request("input", 2, Kind.ACTIVATIONS, "an input")
     >>> log.release("weights")
-    >>> log.deeds, log.requests[1].n_bytes
+    >>> log.events, log.requests[1].n_bytes
     ([0, 1, -1], 2)
     """
 
     def __init__(self, starts: Starts = "loaded") -> None:
         self.starts: Starts = starts
         self.requests: list[Request] = []
-        self.deeds: list[int] = []
+        self.events: list[int] = []
         """In order: the index of a request, or ``-1 - index`` of a released one."""
         self.spans = [Span(-1, Phase.INIT, 0)]
         self.calls: list[Call] = []
@@ -72,12 +72,12 @@ class Log:
 
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
-        self.spans.append(Span(step, phase, len(self.deeds), len(self.calls)))
+        self.spans.append(Span(step, phase, len(self.events), len(self.calls)))
 
     def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Record a collective, if it has several ranks and a payload."""
         if ranks > 1 and n_bytes:
-            self.calls.append(Call(operation, int(n_bytes), int(ranks), len(self.deeds), among))
+            self.calls.append(Call(operation, int(n_bytes), int(ranks), len(self.events), among))
 
     def call_all(self, collectives: Iterable[Collective]) -> None:
         """Record the collectives of a step's traffic, each with the payload of all its calls."""
@@ -92,7 +92,7 @@ class Log:
         if n_bytes:
             place = len(self.requests)
             self.requests.append(tuple.__new__(Request, (n_bytes, kind, reason, self.layer, self.stream)))  # quicker
-            self.deeds.append(place)
+            self.events.append(place)
             self.held.setdefault(key, []).append(place)
 
     def mark(self, key: Hashable) -> None:
@@ -102,17 +102,17 @@ class Log:
     @property
     def point(self) -> int:
         """The number of deeds so far."""
-        return len(self.deeds)
+        return len(self.events)
 
     def wait_for(self, point: int) -> None:
         """Wait until the GPU has reached a deed."""
-        self.waits[len(self.deeds)] = point
+        self.waits[len(self.events)] = point
 
     def release(self, *keys: Hashable) -> None:
         """Release everything under these keys, in the order of the requests."""
         for key in keys:
             for place in self.held.pop(key, ()):
-                self.deeds.append(-1 - place)
+                self.events.append(-1 - place)
 
     # What programs call that also write moments.
 
@@ -140,7 +140,7 @@ class Log:
         for n_bytes in sizes:
             self.request(key, n_bytes, line.kind, line.reason)
 
-    def in_turn(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
+    def one_after_another(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
         """Request and release tensors of these sizes in sequence, each for a collective if given. The largest is the line."""
         for n_bytes in sizes:
             self.request("in turn", n_bytes, line.kind, line.reason)
@@ -181,4 +181,4 @@ class Log:
 
     def multiplies(self, phase: str) -> None:
         """Note a matrix product."""
-        self.products.setdefault(phase, len(self.deeds))
+        self.products.setdefault(phase, len(self.events))

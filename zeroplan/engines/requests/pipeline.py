@@ -29,8 +29,8 @@ from zeroplan.transformer.families.requested import (
     Instruction,
     Sized,
     block_requests,
-    block_requests_in_halves,
-    ending_requests_in_halves,
+    split_block_requests,
+    split_ending_requests,
 )
 from zeroplan.transformer.families.tape import Do
 
@@ -91,8 +91,8 @@ class StageStep(fsdp2.Step):
             self._split(model, batch)
 
     def _split(self, model: ModelSpec, batch: Batch) -> None:
-        runs = [block_requests_in_halves(model, run, self.compute, batch) for run in self.tree.runs]
-        ending = ending_requests_in_halves(model, self.compute, batch)
+        runs = [split_block_requests(model, run, self.compute, batch) for run in self.tree.runs]
+        ending = split_ending_requests(model, self.compute, batch)
         self.blocks, self.ending, self.given = tuple([one.first for one in runs]), ending.first, None
         self.second = (*(one.second for one in runs), ending.second)
 
@@ -139,8 +139,8 @@ class StageStep(fsdp2.Step):
         log.layer = -1
         self.after_backward()
         self._hand_down(micro_batch)
-        asked = self.ending.forward if self.stage.is_last else ()
-        log.release(*((ENDING, one.place) for one in asked if one.do is Do.REQUEST and one.kind is Kind.LOGITS))
+        actions = self.ending.forward if self.stage.is_last else ()
+        log.release(*((ENDING, one.place) for one in actions if one.do is Do.REQUEST and one.kind is Kind.LOGITS))
 
     def _hand_down(self, micro_batch: int) -> None:
         self.log.rename(self.flow, ("sent", micro_batch))
@@ -346,7 +346,7 @@ class RankStep:
         place = here.place(rank, int(batch.grad_accum_steps))
         self.schedule, self.log, self.mesh, self.batch = Passes(place, self.stages), log, job.mesh, batch
         for chunk, stage in enumerate(self.stages):
-            stage.sends_up, stage.sends_down = (not place.goes_by_hand(at) for at in (chunk, chunk - 1))
+            stage.sends_up, stage.sends_down = (not place.stays_on_rank(at) for at in (chunk, chunk - 1))
         self.of_rank = log.held
 
     def begin(self) -> list[LocalTensor]:

@@ -119,8 +119,8 @@ def saved(figure: Figure, to: Path | BinaryIO, ending: str) -> None:
 def _described(svg: bytes, figure: Figure) -> bytes:
     """The SVG with a title and a description for screen readers, and with fonts as wide as DejaVu Sans where that is missing."""
     legends = [found for axes in figure.axes if (found := axes.get_legend()) is not None]
-    said = [figure.texts, *(axes.texts for axes in figure.axes), *(one.get_texts() for one in legends)]
-    lines = [" ".join(text.get_text().split()) for texts in said for text in texts]
+    drawn = [figure.texts, *(axes.texts for axes in figure.axes), *(one.get_texts() for one in legends)]
+    lines = [" ".join(text.get_text().split()) for texts in drawn for text in texts]
     words = "; ".join(line for line in lines if any(map(str.isalpha, line)) and line != figure.get_suptitle())
     head = f'version="1.1" role="img">\n <title>{escape(figure.get_suptitle())}</title>\n <desc>{escape(words)}</desc>'
     svg = svg.replace(b'version="1.1">', head.encode(), 1)

@@ -132,9 +132,9 @@ def _cache(axes: Axes, at: int, column: StageColumn, theme: Theme) -> None:
 def above(axes: Axes, at: int, needed_bytes: int, verdict: Verdict, height: float, theme: Theme) -> None:
     """Write the needed memory and the verdict above column ``at``, which is ``height`` GiB tall."""
     short = verdict == "does not fit"
-    said = "" if verdict == "unknown" else f"\n{verdict}"
+    verdict_line = "" if verdict == "unknown" else f"\n{verdict}"
     axes.annotate(
-        f"{figure_of(needed_bytes)} GiB{said}", (at, height), (0, 3), textcoords="offset points", ha="center", va="bottom",
+        f"{figure_of(needed_bytes)} GiB{verdict_line}", (at, height), (0, 3), textcoords="offset points", ha="center", va="bottom",
         fontsize=SMALL + 0.5, fontweight="bold", color=theme.warn if short else theme.ink, zorder=6,
         path_effects=[withStroke(linewidth=3, foreground=theme.paper)],
     )  # fmt: skip

@@ -75,11 +75,11 @@ def _of_snapshot(snapshot: Snapshot, name: str) -> Opened:
     diagnosis = diagnose(snapshot)
     failure = diagnosis.failure
     peak = max(lives.live_bytes)
-    said = f"{name}: highest {GIBIBYTES.size(peak)} in use, {GIBIBYTES.size(snapshot.reserved_bytes)} reserved in the end"
+    title = f"{name}: highest {GIBIBYTES.size(peak)} in use, {GIBIBYTES.size(snapshot.reserved_bytes)} reserved in the end"
     if failure is not None:
-        said = f"{name}: out of memory when {GIBIBYTES.size(failure.asked_bytes)} were requested"
+        title = f"{name}: out of memory when {GIBIBYTES.size(failure.asked_bytes)} were requested"
     places = _changes((parts[at] or parts[min(1, len(parts) - 1)], "") for at in shown)
-    return Opened(said, tuple(advised(diagnosis)), _series(said, blocks, shown, places, ()))
+    return Opened(title, tuple(advised(diagnosis)), _series(title, blocks, shown, places, ()))
 
 
 def _of_run(saved: SavedRun, name: str) -> Opened:
@@ -97,8 +97,8 @@ def _of_run(saved: SavedRun, name: str) -> Opened:
     spans = np.searchsorted([span.start for span in trace.spans], shown, side="right") - 1
     places = _changes(_named(trace.spans[max(0, int(at))].phase, trace.spans[max(0, int(at))].step) for at in spans)
     calls = _calls(shown, ((one.operation, one.moment, one.n_bytes) for one in trace.collectives))
-    said = f"{name}: highest {GIBIBYTES.size(saved.run.peak_bytes)}, a dry run as rank {saved.run.rank} of {saved.run.gpus:,}"
-    return Opened(said, (), _series(said, blocks, shown, places, calls))
+    title = f"{name}: highest {GIBIBYTES.size(saved.run.peak_bytes)}, a dry run as rank {saved.run.rank} of {saved.run.gpus:,}"
+    return Opened(title, (), _series(title, blocks, shown, places, calls))
 
 
 def _named(phase: str, step: int) -> tuple[str, str]:
@@ -114,10 +114,10 @@ def _of_trace(course: Course, name: str) -> Opened:
     phases = [
         max((one for one in course.phases if one.start <= moment), key=lambda one: one.start, default=None) for moment in at
     ]
-    said = f"{name}: highest {GIBIBYTES.size(max(totals))}"
+    title = f"{name}: highest {GIBIBYTES.size(max(totals))}"
     lines = {(kind if kind in LOOKS else NOT_TOLD_APART, ""): [row[column] for column in shown] for kind, row in rows.items()}
     places = _changes(_named(one.phase, one.step - 1) if one else ("before the step", "") for one in phases)
-    return Opened(said, (), _of_rows(said, lines, places, _calls(at, course.calls)))
+    return Opened(title, (), _of_rows(title, lines, places, _calls(at, course.calls)))
 
 
 def _shown(live: Sequence[int]) -> list[int]:
@@ -125,7 +125,7 @@ def _shown(live: Sequence[int]) -> list[int]:
 
 
 def _series(
-    said: str, blocks: Iterable[_Block], shown: Sequence[int], places: tuple[Place, ...], calls: tuple[StepCall, ...]
+    title: str, blocks: Iterable[_Block], shown: Sequence[int], places: tuple[Place, ...], calls: tuple[StepCall, ...]
 ) -> StepSeries:
     """Return the series of blocks at the ``shown`` moments."""
     changes: dict[tuple[str, str], list[int]] = {}
@@ -138,18 +138,18 @@ def _series(
             row[begin] += one.n_bytes
             row[end] -= one.n_bytes
     rows = {key: np.cumsum(row[:-1]).tolist() for key, row in changes.items()}
-    return _of_rows(said, rows, places, calls)
+    return _of_rows(title, rows, places, calls)
 
 
 def _of_rows(
-    said: str, rows: Mapping[tuple[str, str], list[int]], places: tuple[Place, ...], calls: tuple[StepCall, ...]
+    title: str, rows: Mapping[tuple[str, str], list[int]], places: tuple[Place, ...], calls: tuple[StepCall, ...]
 ) -> StepSeries:
     totals = tuple(map(sum, zip(*rows.values(), strict=True)))
     if not totals:
         raise SpecError("nothing in this file was ever alive")
     kept = folded(dict(rows), max(totals))
     return StepSeries(
-        caption=Caption(title=said, lines=()),
+        caption=Caption(title=title, lines=()),
         requests=True,
         totals=totals,
         peak=totals.index(max(totals)),

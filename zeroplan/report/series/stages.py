@@ -89,10 +89,10 @@ def left_behind(job: JobSpec) -> tuple[str, ...]:
         return ()
     if recipe.engine != "deepspeed":
         return ("stages 0 and 1 are DDP, which has no offload: everything is on the GPU there",)
-    asked = (recipe.deepspeed.offload_optimizer != "none", recipe.deepspeed.offload_param != "none")
+    offload = (recipe.deepspeed.offload_optimizer != "none", recipe.deepspeed.offload_param != "none")
     to_nvme = ", to NVMe at stage 3 only," if recipe.deepspeed.offload_optimizer == "nvme" else ""
     only = (f"the optimizer from stage 1 on{to_nvme}", "parameters at stage 3 only")
-    return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, asked, strict=True) if one)}".rstrip(","),)
+    return (f"DeepSpeed offloads {' and '.join(what for what, one in zip(only, offload, strict=True) if one)}".rstrip(","),)
 
 
 def _column(job: JobSpec, stage: Stage, own: Estimate, judge: Callable[[JobSpec], Estimate]) -> StageColumn:

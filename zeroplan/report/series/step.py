@@ -107,7 +107,7 @@ def _of_moments(moments: TimelineSeries) -> StepSeries:
     )
 
 
-def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tuple[str, ...]) -> StepSeries:
+def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, notes: tuple[str, ...]) -> StepSeries:
     """Return the last step of these requests, plus the workspaces of libraries, which stay constant."""
     beside = int(bytes_by_kind(answer.peak.lines).get(Kind.WORKSPACE, 0))
     shown = _shown(log)
@@ -115,7 +115,7 @@ def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tupl
     rows[Kind.WORKSPACE.value, "workspaces of libraries"] = [beside] * len(shown)
     totals = tuple(map(sum, zip(*rows.values(), strict=True)))
     return StepSeries(
-        caption=caption(answer, moments.caption.title, *told),
+        caption=caption(answer, moments.caption.title, *notes),
         requests=True,
         totals=totals,
         peak=totals.index(max(totals)),
@@ -129,7 +129,7 @@ def _of_requests(log: Log, answer: Estimate, moments: TimelineSeries, told: tupl
 def _shown(log: Log) -> list[int]:
     """Return the drawn requests and releases of the last step: in each column, the one after which most memory is alive."""
     sizes = [one.n_bytes for one in log.requests]
-    live = list(accumulate(sizes[deed] if deed >= 0 else -sizes[-1 - deed] for deed in log.deeds))
+    live = list(accumulate(sizes[event] if event >= 0 else -sizes[-1 - event] for event in log.events))
     first = min(one.start for one in log.spans if one.step == log.spans[-1].step)
     return [
         max(range(begin, end), key=live.__getitem__)
@@ -141,21 +141,21 @@ def _shown(log: Log) -> list[int]:
 def _stretches(log: Log, first: int) -> Iterator[tuple[range, bool]]:
     """Yield runs of requests and releases of one layer and phase, and whether the layer is a block."""
     layers, starts, begin = _layers(log), {one.start for one in log.spans}, first
-    for at in range(first + 1, len(log.deeds) + 1):
-        if at == len(log.deeds) or at in starts or layers[at] != layers[begin]:
+    for at in range(first + 1, len(log.events) + 1):
+        if at == len(log.events) or at in starts or layers[at] != layers[begin]:
             yield range(begin, at), layers[begin] >= 0
             begin = at
 
 
 def _layers(log: Log) -> list[int]:
     """Return the running layer at each request and release: the last one that requested memory."""
-    return list(accumulate(log.deeds, lambda layer, deed: layer if deed < 0 else log.requests[deed].layer, initial=-1))[1:]
+    return list(accumulate(log.events, lambda layer, event: layer if event < 0 else log.requests[event].layer, initial=-1))[1:]
 
 
-def _ends(stretch: tuple[range, bool], deeds: int) -> list[int]:
+def _ends(stretch: tuple[range, bool], events: int) -> list[int]:
     """Return the column borders of a stretch. Embedding, head and loss make few but large requests, so they get a minimum."""
     at, is_block = stretch
-    columns = max(MOST_COLUMNS * len(at) // deeds, 1 if is_block else _FEWEST_COLUMNS)
+    columns = max(MOST_COLUMNS * len(at) // events, 1 if is_block else _FEWEST_COLUMNS)
     columns = min(columns, len(at))
     return [at.start + len(at) * one // columns for one in range(columns + 1)]
 
@@ -166,9 +166,9 @@ def _rows(log: Log, shown: Sequence[int]) -> dict[tuple[str, str], list[int]]:
     rows: dict[tuple[str, str], list[int]] = defaultdict(list)
     after = iter(shown)
     coming = next(after)
-    for at, deed in enumerate(log.deeds):
-        one = log.requests[deed if deed >= 0 else -1 - deed]
-        alive[one.kind.value, one.reason] += one.n_bytes if deed >= 0 else -one.n_bytes
+    for at, event in enumerate(log.events):
+        one = log.requests[event if event >= 0 else -1 - event]
+        alive[one.kind.value, one.reason] += one.n_bytes if event >= 0 else -one.n_bytes
         if at == coming:
             column = len(next(iter(rows.values()), ()))
             for key, n_bytes in alive.items():

@@ -146,8 +146,8 @@ def _levels(instants: tuple[Instant, ...], one: Measured, course: CourseMeasured
 
 
 def _how(record: Measurement) -> str:
-    told = any(phase.course is not None for phase in record.steady.phases)
-    each = "of each block, and of what is before and after the blocks" if told else "of each phase"
+    has_course = any(phase.course is not None for phase in record.steady.phases)
+    each = "of each block, and of what is before and after the blocks" if has_course else "of each phase"
     return (
         f"measured with backend {record.backend} ({record.tensors} tensors), the last of {plural(len(record.steps), 'step')}, "
         f"the highest {each}; memory that only CUDA allocates is left out of both" if record.tensors != "cuda" else
@@ -160,9 +160,9 @@ def _demand_same(job: JobSpec, record: Measurement, where: str) -> None:
     ours, theirs = _sides(job), _sides(record.job)
     differing = [name for name in ours if ours[name] != theirs[name]]
     if differing:
-        said = ", ".join(f"{name} {theirs[name]} instead of {ours[name]}" for name in differing[:3] if name != "shape")
+        differences = ", ".join(f"{name} {theirs[name]} instead of {ours[name]}" for name in differing[:3] if name != "shape")
         shape = "another model" if "shape" in differing else ""
-        what = "; ".join(part for part in (shape, said) if part)
+        what = "; ".join(part for part in (shape, differences) if part)
         raise SpecError(f"{where} is of another job ({what}); leave the job's flags out to draw the record's own")
 
 

@@ -92,7 +92,7 @@ def _relu2(tape: Tape, value: Value, reason: str) -> Value:
 def _power(base: Value, factors: tuple[str, ...]) -> Backward:
     """Return the backward of ``pow``, which makes ``factors`` before the gradient."""
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for factor in factors:
             tape.temporary(f"derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
         return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import BackwardPoint, HandedOn
+from zeroplan.transformer.blocks import BackwardPoint, GradientArrivals
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.highest import highest
@@ -38,7 +38,7 @@ class Before(NamedTuple):
     kept: tuple[Line, ...]
     given: tuple[Line, ...]
     points: tuple[BackwardPoint, ...]
-    handed: tuple[HandedOn, ...]
+    handed: tuple[GradientArrivals, ...]
 
 
 class _Structure(NamedTuple):

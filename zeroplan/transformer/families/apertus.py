@@ -80,9 +80,9 @@ def _exponential_part(tape: Tape, x: Value) -> Value:
     tape.release(least, base)
     made = op.tensor(tape, "xielu: expm1 - x", op.wider(tape, power.dtype, x.dtype), x.shape, XIELU)
 
-    def difference(tape: Tape, taken: list[Store]) -> Arriving:
+    def difference(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         negative = tape.make(op.GRADIENT, "xielu: negative gradient", made.dtype * x.shape, XIELU)
-        return [op.through(power, taken[0]), (x, op.as_narrow(tape, x, negative, made, XIELU))]
+        return [op.through(power, grad_outputs[0]), (x, op.as_narrow(tape, x, negative, made, XIELU))]
 
     tape.add("xielu: expm1 - x", (made,), (), difference, of=(power, x), place=_site("").place)
     tape.release(power)
@@ -94,7 +94,7 @@ def _times_alpha(tape: Tape, value: Value, dtype: Width, name: str, alphas: Stor
     made = op.tensor(tape, f"xielu: {name}", dtype, value.shape, XIELU)
     frozen = tape.mode.weights_frozen
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, f"gradient through {name}", made.dtype * made.shape, XIELU)
         if not frozen:
             unsummed = ("gradient of an alpha, not yet summed", made.dtype * made.shape, XIELU)

@@ -188,7 +188,7 @@ def flash_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 def _contiguous(tape: Tape, value: Value, name: str) -> Value:
     """Copy heads from token order to head order, as ``contiguous()`` does."""
     made = tensor(tape, f"{name}, copied head by head", value.dtype, value.shape, SDPA)
-    tape.add(f"{name}, copied", (made,), (), op.passes(value), of=(value,))
+    tape.add(f"{name}, copied", (made,), (), op.same_gradient(value), of=(value,))
     return made
 
 
@@ -253,7 +253,7 @@ def _kernel(
         padding = filled - 4 * T * a
         sums.append(tape.make(TENSOR, "rows that fill up log-sum-exp, on CUDA", padding, CHOICE, CUDA_ALONE))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving = [(one, op.gradient(tape, one, "gradients of q, k and v", SDPA)) for one in operands]
         tape.temporary(*scratch, SCRATCH)
         return arriving
@@ -302,10 +302,10 @@ def flash_scratch(size: HeadSize, *, grouped: bool, copied: bool = False, width:
     order, so the backward copies it.
     """
     filled = 64 if size == "large" else 32
-    taken = 512 * a * b * ceil(s, 128) * (filled * ceil(d, filled) + 1)
+    grad_outputs = 512 * a * b * ceil(s, 128) * (filled * ceil(d, filled) + 1)
     if grouped:
-        taken = taken + 2 * e * T * width
-    return taken + e * T * (c if width is q else width) if copied else taken
+        grad_outputs = grad_outputs + 2 * e * T * width
+    return grad_outputs + e * T * (c if width is q else width) if copied else grad_outputs
 
 
 def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Value, Value, Value]:
@@ -633,8 +633,8 @@ def masked(tape: Tape, value: Value, site: Site) -> Value:
     dtype = op.wider(tape, value.dtype, r)
     made = tensor(tape, "scores, masked", dtype, value.shape, site.source)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.narrowed(tape, value, taken[0], made, site)]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [op.narrowed(tape, value, grad_outputs[0], made, site)]
 
     tape.add(site.name, (made,), (), backward, of=(value,))
     return made
@@ -676,10 +676,10 @@ def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value,
 def _with_a_sink(tape: Tape, scores: Value) -> Value:
     made = tensor(tape, "scores and sink", scores.dtype, a * T * (s + 1), SINKS)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         if not tape.mode.weights_frozen:
             tape.weight_gradient(a)
-        return [op.through(scores, taken[0])]
+        return [op.through(scores, grad_outputs[0])]
 
     tape.add("attention: scores and sink", (made,), (), backward, of=tape.with_weight(scores))
     return made
@@ -694,9 +694,12 @@ def _less_the_highest(tape: Tape, joined: Value) -> Value:
     tape.drop(place)
     made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
 
-    def difference(tape: Tape, taken: list[Store]) -> Arriving:
+    def difference(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the highest scores, not yet summed", joined.dtype * joined.shape, SINKS)
-        return [op.through(joined, taken[0]), (highest, op.gradient(tape, highest, "gradient of the highest scores", SINKS))]
+        return [
+            op.through(joined, grad_outputs[0]),
+            (highest, op.gradient(tape, highest, "gradient of the highest scores", SINKS)),
+        ]
 
     tape.add("attention: difference from the highest", (made,), (), difference, of=(joined, highest))
     tape.release(highest)

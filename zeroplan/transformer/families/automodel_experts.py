@@ -154,7 +154,7 @@ def _of_adapter(
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", e, P_own * width, LORA)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.weight_gradient(experts * reads * width, waits=experts == x)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", LORA))] if tape.follows(value) else []
 
@@ -179,13 +179,13 @@ def _with_bias(tape: Tape, product: Value, counts: Store, width: Size, experts: 
     total = None if chosen is None else tape.make(op.TEMPORARY, "experts: product and biases, fp32", wide, AUTOMODEL)
     made = op.tensor(tape, "experts: product and bias", e, P_own * width, AUTOMODEL)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         if chosen is not None:
             tape.temporary("gradients of biases, weights and sum, fp32", 3 * wide, AUTOMODEL)
         if not tape.mode.weights_frozen:
             tape.weight_gradient(experts * width, waits=experts == x)
         if chosen is None:
-            return [op.through(product, taken[0])]
+            return [op.through(product, grad_outputs[0])]
         passed = [(product, op.gradient(tape, product, "gradient of the product", AUTOMODEL))] if tape.follows(product) else []
         return [*passed, (chosen, op.gradient(tape, chosen, "gradient of the weights", AUTOMODEL))]
 
@@ -255,13 +255,13 @@ def _summed_over_ranks(tape: Tape, made: Value, given: Value) -> Value:
     """
     joined = Value(made.store, 4, made.shape)
 
-    def with_zero(tape: Tape, taken: list[Store]) -> Arriving:
+    def with_zero(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         early = (
             [(given, op.gradient(tape, given, "gradient of zero times the gathered tokens", GROUPED))]
             if tape.follows(given)
             else []
         )
-        return [op.through(made, taken[0]), *early]
+        return [op.through(made, grad_outputs[0]), *early]
 
     tape.add("zero times the gathered tokens", (joined,), (), with_zero, of=(made, given))
     sent = Exchange("all_reduce", Among.EXPERTS, 4 * made.shape)
@@ -350,7 +350,7 @@ def _looped(tape: Tape, given: Value, weights: Value, computing: Computing, *, e
     made = Value(total, 4, _of_sum(tokens, computing))
     biases = width + h_own if computing.biases else 0
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradients of what one expert computes", one * (4 * h_own + e * (h_own + h_own + m + width)), GROUPED)
         if not frozen:
             tape.weight_gradient(experts * (h_own * width + m * h_own + biases), waits=experts == x)

@@ -27,8 +27,8 @@ def norm(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Valu
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, COMPILED)
     tape.in_parts.add(made)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        tape.hold_to_the_end(taken[0], value.store)
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        tape.hold_to_the_end(grad_outputs[0], value.store)
         tape.temporary(f"{site.name}: partial sums of its weight's gradient", 4 * ceil(rows, _ROWS) * weight, COMPILED)
         tape.weight_gradient(weight)
         return [(value, gradient(tape, value, f"gradient through the {site.name}", COMPILED))]
@@ -42,7 +42,7 @@ def rotary(tape: Tape, value: Value, site: Site) -> Value:
     """Rotate queries or keys in one kernel, which saves nothing. ``value`` stays."""
     made = tensor(tape, site.name, value.dtype, value.shape, COMPILED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [(value, gradient(tape, value, f"gradient of the {site.name}", COMPILED))]
 
     tape.add(f"rotary positions of the {site.name}", (made,), (), backward, of=(value,))
@@ -56,7 +56,7 @@ def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
     """
     made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         of_gate = gradient(tape, gate, f"gradient of the gate of the {reason}", COMPILED)
         if not tape.recomputed:
             return [(gate, of_gate), through(up, up.store)]
@@ -104,7 +104,7 @@ def _float8_linear(
     tape.matrix_product(made.store)
     tape.drop(*factors)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for what, size in (
             (f"gradient of the {name}'s output in float8, by rows and by columns", 2 * T * width),
             (f"weight of the {name} in float8, by columns", matrix),
@@ -139,7 +139,7 @@ def _float8_gated(tape: Tape, gate: Value, up: Value, reason: str, name: str, *,
     """
     made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("weights of two recomputed products in float8, by columns", h * c + h * f, FLOAT8)
         tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
         if by_rows:

@@ -179,7 +179,7 @@ def _copied_into(tape: Tape, whole: Value, before: Value | None, part: Value, na
     """``whole[...].copy_(part)``. Its backward copies the gradient of the whole tensor, and then the gradient of the part."""
     made = Value(whole.store, whole.dtype, whole.shape)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         copy = tape.make(GRADIENT, "gradient of the keys, copied", made.dtype * made.shape, COPY)
         passed = tape.make(GRADIENT, f"gradient of the {name}", made.dtype * part.shape, COPY)
         if before is None:

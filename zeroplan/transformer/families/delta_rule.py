@@ -135,7 +135,7 @@ def _unit_length(tape: Tape, value: Value, name: str) -> Value:
     root = op.tensor(tape, f"reciprocal length of the {name}", 4, T * A, L2_NORM)
     tape.drop(total)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("powers of the reciprocal length", 8 * T * A, L2_NORM)
         return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * A, L2_NORM))]
 
@@ -191,7 +191,7 @@ def _pairwise(tape: Tape, ready: _Ready) -> Value:
     """Return the exponential of ``c_i - c_j`` for each pair, masked."""
     pairs = op.tensor(tape, "logarithms of decay between tokens", 4, PAIRS, RULE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the differences, negative", 4 * PAIRS, RULE)
         return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
 
@@ -247,7 +247,7 @@ def _solved(tape: Tape, system: Value, right: Value, reason: str) -> Value:
     """``torch.linalg.solve_triangular``. Autograd saves its matrix and its result."""
     made = op.tensor(tape, reason, 4, right.shape, RULE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving = [(right, op.gradient(tape, right, f"gradient of what the {reason} were solved from", RULE))]
         tape.temporary("gradient of the triangular system, not yet cut", 4 * PAIRS, RULE)
         return [*arriving, (system, op.gradient(tape, system, "gradient of the triangular system", RULE))]
@@ -386,8 +386,8 @@ def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[
     )
     made = Value(tape.make(op.TENSOR, "state after a chunk", repeated(4 * STATE, after), RULE), 4, STATE)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.narrowed(tape, one, taken[0], made, _site("state after a chunk")) for one in (decayed, added)]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [op.narrowed(tape, one, grad_outputs[0], made, _site("state after a chunk")) for one in (decayed, added)]
 
     tape.add("chunk: state", (made,), (), backward, of=(decayed, added))
     tape.release(decay, key, decayed, added)
@@ -419,7 +419,7 @@ def part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
     """Return one chunk of a tensor as a view. Its backward writes the gradient into zeros of the whole tensor's size."""
     made = Value(tape.hold(whole.store), whole.dtype, repeated(shape, times))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         size = repeated(whole.dtype * whole.shape, times)
         return [(whole, tape.make(op.GRADIENT, "gradient of a chunk, among zeros", size, RULE))]
 
@@ -431,9 +431,9 @@ def _less(tape: Tape, value: Value, known: Value) -> Value:
     """``value - known`` in fp32."""
     made = op.tensor(tape, "new values of a chunk", 4, value.shape, RULE)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         negative = tape.make(op.GRADIENT, "gradient of what is known, negative", 4 * made.shape, RULE)
-        return [op.through(value, taken[0]), (known, op.as_narrow(tape, known, negative, made, RULE))]
+        return [op.through(value, grad_outputs[0]), (known, op.as_narrow(tape, known, negative, made, RULE))]
 
     tape.add("chunk: new values", (made,), (), backward, of=(value, known))
     return made
@@ -443,7 +443,7 @@ def written(tape: Tape, core: Value, output: Value, rows: Size) -> Value:
     """``core[:, :, i] = output`` in place. Its backward copies the whole gradient. It releases ``core``."""
     made = Value(tape.hold(core.store), core.dtype, core.shape)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         rest = op.gradient(tape, core, "gradient of the output, without a chunk", RULE)
         own = tape.make(op.GRADIENT, "gradient of a chunk's output", core.dtype * rows, RULE)
         if tape.follows(core):
@@ -464,7 +464,7 @@ def _cut(tape: Tape, core: Value) -> Value:
     tape.release(core)
     made = op.tensor(tape, "output of linear attention", e, T * A * I, RULE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if not tape.wide:
             tape.temporary("gradient of the output, cast", 4 * T * A * I, RULE)
         return [(whole, op.gradient(tape, whole, "gradient of the output, filled up", RULE))]

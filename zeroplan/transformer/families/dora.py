@@ -179,7 +179,7 @@ def _by_magnitudes(tape: Tape, factor: Value, value: Value, reason: str, dtype: 
     made = op.tensor(tape, reason, dtype, value.shape, DORA)
     saved = op.factors(tape, (factor, (factor,)), (value, (value,)))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         unsummed = tape.make(op.GRADIENT, f"gradient of the magnitudes of {reason}, not yet summed", dtype * value.shape, DORA)
         tracked = tape.follows(value)
         wide = [tape.make(op.GRADIENT, f"gradient of {reason}", dtype * value.shape, DORA)] if tracked else []

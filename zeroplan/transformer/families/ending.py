@@ -183,7 +183,7 @@ def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
     kept = sizes.lines(kept_places)
     beyond = top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS, within=Within(in_the_model, beside))
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
-    points = _handed_on(sizes) if plan.arrivals else sizes.points("none")
+    points = _arrivals(sizes) if plan.arrivals else sizes.points("none")
     norm = tuple([sizes.lines(one.stores) for one in in_the_model])
     return EndingPass(sizes.lines(saved), kept, forward, points, sizes.lines(output), norm)
 
@@ -224,12 +224,12 @@ def _rounds_head(model: ModelSpec) -> bool:
     return model.adapter is None and not model.tie_word_embeddings and not is_frozen(model, "head")
 
 
-def _handed_on(sizes: Sizes) -> tuple[BackwardPoint, ...]:
+def _arrivals(sizes: Sizes) -> tuple[BackwardPoint, ...]:
     """Return the points, with the tensors alive when a chunk's gradient reaches the head's weight."""
-    (handed,) = sizes.handed("none")
+    (arrivals,) = sizes.handed("none")
     return tuple(
         [
-            point._replace(handed_on=handed.lines) if point.place.at is At.HEAD and point.current_gradient else point
+            point._replace(handed_on=arrivals.lines) if point.place.at is At.HEAD and point.current_gradient else point
             for point in sizes.points("none")
         ]
     )
@@ -427,12 +427,12 @@ class _Pieces(NamedTuple):
     rounds: bool
     """Quantisation-aware training rounds the head."""
 
-    def spread(self, tape: Tape, _taken: list[Store]) -> Arriving:
+    def spread(self, tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         """Make the gradient of all tokens from that of the tokens that count."""
         tape.drop(*self.waiting)
         return [(self.read, op.gradient(tape, self.read, "gradient of all tokens", PIECES))]
 
-    def of_loss(self, wide: Value, tape: Tape, _taken: list[Store]) -> Arriving:
+    def of_loss(self, wide: Value, tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         """Make a piece's gradients in fp32."""
         later = at_least(0, self.weight - 4 * _PIECE)
         tape.scratch += [
@@ -441,7 +441,7 @@ class _Pieces(NamedTuple):
         ]
         return [(wide, tape.make(LOGITS, "gradient of a piece's logits, fp32", 4 * _PIECE, PIECES))]
 
-    def of_cast(self, product: Value, tape: Tape, _taken: list[Store]) -> Arriving:
+    def of_cast(self, product: Value, tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         """Make a later piece's gradient in 16 bits, while the weight's gradients are summed."""
         summed = self.weight + at_least(0, self.weight - e * _PIECE)
         self.waiting.append(tape.make(LOGITS, "log-softmax of earlier pieces, fp32", 4 * T * V - 8 * _PIECE, PIECES))
@@ -506,7 +506,7 @@ def _logits(tape: Tape, like: Value, reason: str, source: str, dtype: Width | No
 def _makes(reason: str, value: Value) -> Backward:
     """Return a backward that makes a gradient of logits."""
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [(value, tape.make(LOGITS, reason, value.dtype * value.shape, FULL))]
 
     return backward
@@ -540,7 +540,7 @@ def cross_entropy(
     for label in labels:
         tape.saved[tape.hold(label)] = None
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.drop(*(labels if tape.half is Half.WHOLE else ()))
         tape.scratch.append(tape.make(LOGITS, f"gradient of log-softmax{kind}", element * softmax.shape, FULL))
         reason = "gradient of the logits" if narrow else "gradient of the fp32 logits"
@@ -571,7 +571,7 @@ def _written_early(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tupl
     rows = tape.make(LOGITS, "loss, largest logit, sum and label's logit of each token, fp32", 16 * T, WRITTEN_EARLY)
     loss = _scalar()
 
-    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(_tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [op.through(logits, logits.store)]
 
     tape.add("loss", (loss,), (logits.store, *labels), backward, of=(logits,), place=AT_LOSS)
@@ -583,7 +583,7 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
     rows = tape.make(LOGITS, "loss and log-sum-exp of each token", 8 * T, WRITTEN_OVER)
     loss = _scalar()
 
-    def backward(_tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(_tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [op.through(logits, logits.store)]
 
     tape.add("loss", (loss,), (logits.store, rows, *labels), backward, of=(logits,), place=AT_LOSS)
@@ -611,7 +611,7 @@ def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[V
     tape.send(each_row)  # the label's
     loss, share = _scalar(), 4 * wide.shape
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         beside = (("masks, targets and weights of each token", 33 * T), ("gradient of log-softmax, fp32", share),
                   ("softmax of the logits, fp32", share))  # fmt: skip
         tape.scratch += [tape.make(LOGITS, reason, size, PARALLEL) for reason, size in beside]
@@ -700,7 +700,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
     names.append(tape.make(LOGITS, "logits of a chunk", e * V * _FUSED_CHUNK, FUSED))
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for store in made:
             del tape.alive[store]
             tape.gradients.made.append(h * V)
@@ -749,7 +749,7 @@ def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
     saved = tape.make(LOGITS, "log-sum-exp and entropy of each token", kind.saved, kind.source)
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         wide = tape.is_wide(scored.dtype)
         arriving: Arriving = []
         beside = [] if wide else [tape.make(GRADIENT, "gradient of the scored tokens, fp32", 4 * _ROWS * h, kind.source)]
@@ -786,7 +786,7 @@ def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False)
     rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", (24 if entropy else 8) * T, IN_PLACE)
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if not entropy:
             return [op.through(logits, logits.store)]
         reasons = (f"gradient of the logits by the {one}" for one in ("log-probabilities", "entropy"))
@@ -810,7 +810,7 @@ def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     tape.drop(tape.make(LOGITS, "a chunk's logits, two softmaxes and a product, fp32", 16 * rows, OF_CHUNKS))
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         made = [tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_CHUNKS)]
         total = [] if ending.frozen_head else [tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_CHUNKS)]
         before = tape.make(WEIGHT, "gradients from the previous chunk", e * h * (V + at_most(512, T)), OF_CHUNKS)
@@ -843,7 +843,7 @@ def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
     tape.drop(tape.make(LOGITS, "some columns' logits, and three tensors of their size, fp32", (12 + e) * piece, OF_COLUMNS))
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_COLUMNS)
         weight = (
             tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_COLUMNS),
@@ -876,7 +876,7 @@ def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
     tape.drop(tape.make(LOGITS, "sums for pieces of the vocabulary, fp32", 12 * T * ceil(V, 1024), OF_KERNELS))
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_KERNELS)
         tape.drop(
             tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_KERNELS),
@@ -930,7 +930,7 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
     )
     loss = _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.drop(
             tape.make(LOGITS, "gradients of the last piece and of all logits", kind.backward * product.shape, kind.source)
         )
@@ -967,7 +967,7 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     tape.release(shifted)
     loss = _scalar()
 
-    def of_both(tape: Tape, _taken: list[Store]) -> Arriving:
+    def of_both(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [(one, tape.make(LOGITS, "gradient of a number", NOTHING, PAIRS)) for one in (nll, odds)]
 
     tape.add("loss", (loss,), (), of_both, of=(nll, odds), place=AT_LOSS)
@@ -979,7 +979,7 @@ def _loss_of_the_chosen(tape: Tape, chosen: Value) -> tuple[Value, Store]:
     """Run cross-entropy of the chosen logits in their dtype; return the loss and the log-softmax that it keeps."""
     softmax, nll = _logits(tape, chosen, "log-softmax of the chosen", PAIRS), _scalar()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.scratch.append(tape.make(LOGITS, "gradient of the log-softmax", softmax.dtype * softmax.shape, PAIRS))
         return [(chosen, tape.make(LOGITS, "gradient of the chosen logits", chosen.dtype * chosen.shape, PAIRS))]
 

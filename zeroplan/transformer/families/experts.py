@@ -271,7 +271,7 @@ def _grouped(
     if bias is not None:
         product = made
         made = Value(product.store, product.dtype, product.shape)
-        tape.add(f"{site[0]}: bias", (made,), (), op.passes(bias, product), of=(bias, product))
+        tape.add(f"{site[0]}: bias", (made,), (), op.same_gradient(bias, product), of=(bias, product))
     if frees:
         tape.release(value)
     return made if sorting.beyond is None else _zeroed(tape, made, sorting.beyond, f"output of {site[0]}")
@@ -295,7 +295,7 @@ def grouped_product(
     is_sum = weight is not None and weight not in tape.untracked
     trains_none, one_by_one = tape.mode.weights_frozen and not is_sum, tape.mode.expert_by_expert
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving: Arriving = []
         if weight is not None and is_sum:
             arriving.append((weight, op.gradient(tape, weight, f"gradient of the weights of {name}", EXPERTS)))
@@ -380,7 +380,7 @@ def picked(
     reason, shape = made_as
     made = op.tensor(tape, reason, value.dtype, shape, source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if first:
             tape.gradients.waiting.clear()
         return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
@@ -394,7 +394,7 @@ def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -
     wide = op.wider(tape, outputs.dtype, weights.dtype)
     made = op.tensor(tape, "experts: weighted outputs", wide, T_own * t * h_own, source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         unsummed = tape.make(
             op.TEMPORARY, "gradient of the routing weights, not yet summed", made.dtype * T_own * t * h_own, source
         )

@@ -65,7 +65,7 @@ def product(
     weight = _weight_by_kernels(tape, what, matrix) if by_kernels else _weight(tape, what, matrix, frozen=frozen)
     made = op.tensor(tape, f"output of the {name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving: Arriving = []
         if not frozen:
             arriving = [(weight, tape.make(TEMPORARY, f"gradient of the rounded weight of the {name}", e * matrix, LAYER))]
@@ -85,7 +85,7 @@ def rounded(tape: Tape, value: Value, what: str, elements: Size, scales: Size) -
     """Return a copy of an activation, rounded; autograd saves what the mask reads, and reciprocals of the scales."""
     made, saved = _made(tape, what, elements, scales, tracked=tape.follows(value))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         _steps_back(tape, what, elements)
         return [(value, op.gradient(tape, value, f"gradient through the rounding of the {what}", ROUNDED))]
 
@@ -100,7 +100,7 @@ def _weight(tape: Tape, what: str, elements: Size, *, frozen: bool) -> Value:
     if frozen:
         return made
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         _steps_back(tape, what, elements)
         tape.weight_gradient(elements)
         return []
@@ -124,7 +124,7 @@ def _weight_by_kernels(tape: Tape, what: str, elements: Size) -> Value:
     tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding", steps * elements, BY_KERNELS))
     made = Value(tape.make(TENSOR, f"{what}, rounded", e * elements, BY_KERNELS), e, elements)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding's backward", (12 - e) * elements, BY_KERNELS))
         tape.weight_gradient(elements)
         return []

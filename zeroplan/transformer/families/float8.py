@@ -46,7 +46,7 @@ def _linear(
     tape.matrix_product(made.store)
     tape.drop(*factors)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         kept = _in_float8(tape, f"gradient of the {name}'s output", outputs, T if by_rows else None)
         if not gathered:
             kept += _in_float8(tape, f"weight of the {name}", matrix, reads if by_rows else None)
@@ -73,9 +73,9 @@ def _plus_bias(tape: Tape, product: Value, width: Size, site: Site) -> Value:
     """Add the bias to a product in a tensor of its own, as torchao's layer does."""
     made = op.tensor(tape, f"output of the {site.name}, with its bias", e, product.shape, LAYER, Tag(Role.OUTPUT, site.module))
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         tape.weight_gradient(width)
-        return [op.through(product, taken[0])]
+        return [op.through(product, grad_outputs[0])]
 
     tape.add(f"{site.name}: bias", (made,), (), backward, of=None)
     tape.release(product)
@@ -101,7 +101,7 @@ def _linear_in_blocks(
     tape.matrix_product(made.store)
     tape.drop(*factors)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         def cast(what: str, size: Size) -> Store:
             return _in_blocks(tape, f"{what} of the {name}", size, four=four)
 

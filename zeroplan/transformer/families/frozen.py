@@ -112,7 +112,7 @@ def frozen_linear(
     if not bias:
         tape.matrix_product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [(value, op.gradient_of_product(tape, value, f"gradient through the {site.name}", site.source))]
 
     saved = (value,) if keeps_input else ()
@@ -233,7 +233,7 @@ def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads
     made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, GPTQ, Tag(Role.OUTPUT, site.module))
     tape.drop(written)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.scratch.append(dequantised(tape, name, matrix, GPTQ))
         return [(given, op.gradient(tape, given, f"gradient through the {name}", GPTQ))]
 
@@ -253,7 +253,7 @@ def _product_of_4_bits(
     made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, FORWARD, Tag(Role.OUTPUT, site.module))
     tape.drop(*written)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for store in op.stores_of(kept):  # an attribute of the operator, which lives as long as the graph
             tape.hold(store)
         scales = scales_written_out(tape, name, matrix, quantize, copies=1)
@@ -339,7 +339,7 @@ def _in_8_bits(tape: Tape, value: Value, site: Site, *, width: Size, reads: Size
     made = op.tensor(tape, f"output of the {name}", value.dtype, T * width, PRODUCT_8BIT, Tag(Role.OUTPUT, site.module))
     tape.drop(whole, narrow, *numbers)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.hold(value.store)  # an attribute of the operator, which lives as long as the graph
         tape.scratch.append(
             tape.make(TEMPORARY, f"weight of the {name}, written out of 8 bits", value.dtype * matrix, LAYER_8BIT)

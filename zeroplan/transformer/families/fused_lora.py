@@ -46,7 +46,7 @@ def projections(tape: Tape, given: Value, layers: tuple[Projection, ...], traini
         tape.drop(*_product_of_adapter(tape, one))
     tape.drop(*weights)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         _weight_gradients(tape, layers, h)
         if not tape.follows(given):
             return []
@@ -74,7 +74,7 @@ def output(tape: Tape, given: Value, width: Size, site: Site, training: Training
     read = _dropped(tape, one, given) if training.dropout else ()
     tape.drop(*_product_of_adapter(tape, one))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         _weight_gradients(tape, (one,), reads)
         weight = _written_out(tape, one, reads, training)
         arriving = tape.make(GRADIENT, f"gradient through the {one.name}", e * T * reads, LORA)
@@ -148,7 +148,7 @@ def by_axolotl(
     made = tuple(_product(tape, one, reads, training) for one in layers)
     copies = _copies(tape, tuple((one.name, reads, one.width) for one in layers))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         beside = [_of_adapter(tape, one.name, reads, one.width) for one in layers]
         arriving = _input_gradients(tape, given, read, layers, reads, training)
         _gradients_of(tape, beside, tuple((reads, one.width) for one in layers))
@@ -173,7 +173,7 @@ def gated_mlp(tape: Tape, given: Value, training: Training) -> Value:
         copies = _copies(tape, tuple((name, *size) for name, size in zip(names, sizes, strict=True)))
         tape.drop(hidden)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         weight = _written(tape, down, h, training)
         through = tape.make(GRADIENT, "gradient through the down projection, then the gated product", e * T * f, AXOLOTL)
         tape.drop(*weight)

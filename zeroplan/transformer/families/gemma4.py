@@ -167,7 +167,7 @@ def _times_weight(tape: Tape, bare: Value) -> Value:
     """Multiply by a learned number per channel, and release ``bare``."""
     made = op.tensor(tape, "router: its input, weighted", op.wider(tape, bare.dtype, r), bare.shape, ROUTER)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = op.gradient(tape, bare, "gradient of the router's normalised input", ROUTER)
         if not frozen:
             unsummed = ("gradient of the router's scale, not yet summed", made.dtype * made.shape, ROUTER)

@@ -70,7 +70,7 @@ def times_table(tape: Tape, value: Value, table: Store | None, reason: str) -> V
     """Multiply by cos or sin. Autograd saves a block's own copy of the table."""
     made = op.tensor(tape, reason, op.wider(tape, value.dtype, r), value.shape, APPLY)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, f"gradient through {reason}", made.dtype * made.shape, APPLY)
         return [(value, op.as_narrow(tape, value, passed, made, APPLY))]
 

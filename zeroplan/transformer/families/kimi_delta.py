@@ -157,7 +157,7 @@ def _unit_length(tape: Tape, value: Value, name: str) -> Value:
     length = op.tensor(tape, f"length of the {name}", 4, T * A, L2_NORM)
     tape.drop(total)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("twice the length", 4 * T * A, L2_NORM)
         return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * A, L2_NORM))]
 
@@ -198,7 +198,7 @@ def _pairwise(tape: Tape, ready: _Ready, mask: Store) -> Value:
     """Return the exponential of ``c_i - c_j`` of each channel for each pair of tokens, masked."""
     pairs = op.tensor(tape, "logarithms of decay between tokens", 4, VECTORS, RULE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the differences, negative", 4 * VECTORS, RULE)
         return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
 
@@ -225,7 +225,7 @@ def _scores(
     whole = op.product(tape, bare, own, f"{reason}, not summed", Site(f"decay of the {reason}", RULE))
     tape.release(bare, *(() if times is None else (own,)))
     summed = op.tensor(tape, f"{reason}, summed", 4, pairs, RULE)
-    tape.add(f"sum of the {reason}", (summed,), (), op.passes(whole), of=(whole,))
+    tape.add(f"sum of the {reason}", (summed,), (), op.same_gradient(whole), of=(whole,))
     tape.release(whole)
     site = Site(f"mask of the {reason}", RULE)
     made = op.run(tape, summed, reason, site, saved=(mask,), gradient=f"gradient of the {reason}, masked")
@@ -237,7 +237,7 @@ def _outer(tape: Tape, first: Value, second: Value, reason: str, vectors: Size) 
     """Multiply the rows of every pair of tokens. The backward makes both factors' gradients for each pair, then sums them."""
     made = op.tensor(tape, reason, 4, vectors, RULE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         terms = [tape.temporary(f"gradient of a factor of the {reason}, not yet summed", 4 * vectors, RULE) for _ in range(2)]
         arriving = list[tuple[Value, Store]]()
         for one, unsummed in zip((first, second), terms, strict=True):
@@ -325,11 +325,11 @@ def _known(tape: Tape, inside: _Inside, state: Value, times: Times, *, last: boo
     bare = part(tape, inside.reading, KEY_ROWS, times)
     reading, rest = Value(bare.store, bare.dtype, bare.shape), at_least(0, CHUNKS - (2 if last else 3))
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         tape.scratch += inside.below
         size = bare.dtype * ROWS * at_most(1, rest)
         inside.below[:] = [tape.make(op.TENSOR, "keys that read the state, for the chunks below", size, RULE)]
-        return [op.through(bare, taken[0])]
+        return [op.through(bare, grad_outputs[0])]
 
     tape.add("keys that read the state", (reading,), (), backward, of=(bare,))
     narrow = op.cast(tape, state, _of_products(tape), _site("state"))
@@ -346,8 +346,8 @@ def _less(tape: Tape, value: Value, known: Value) -> Value:
     """``value - known``."""
     made = op.tensor(tape, "new values of a chunk", value.dtype, value.shape, RULE)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        arriving = [op.through(value, taken[0])]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        arriving = [op.through(value, grad_outputs[0])]
         if tape.follows(known):
             arriving.append((known, op.gradient(tape, known, "gradient of what is known, negative", RULE)))
         return arriving
@@ -374,8 +374,8 @@ def _next_state(tape: Tape, state: Value, of: tuple[Value, Value, Value], often:
     )
     made = Value(tape.make(op.TENSOR, "state after a chunk", repeated(4 * STATE, after), RULE), 4, STATE)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.narrowed(tape, one, taken[0], made, _site("state after a chunk")) for one in (decayed, added)]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [op.narrowed(tape, one, grad_outputs[0], made, _site("state after a chunk")) for one in (decayed, added)]
 
     tape.add("chunk: state", (made,), (), backward, of=(decayed, added))
     tape.release(whole, shrunk, decayed, writing, added)
@@ -390,7 +390,7 @@ def _other_iterations(tape: Tape, state: Value, below: list[Store]) -> Value:
     kept = tape.make(op.TENSOR, "states and factors of the chunks between", each * at_least(0, CHUNKS - 3), RULE)
     made = Value(tape.hold(state.store), 4, STATE * BETWEEN)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.scratch += below
         return [(state, op.gradient(tape, state, "gradient of a state", RULE))]
 

@@ -55,7 +55,7 @@ def _gradient(tape: Tape, reason: str, size: Size) -> Store:
 
 
 def _backward(given: Given) -> Backward:
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         again = (*_OF_SYSTEM[:2], ("queries, decayed", _ROWS), _OF_SYSTEM[2], *_OF_STATES)
         held = [_brief(tape, reason, size) for reason, size in again]
         held.append(_gradient(tape, "gradient of attention within chunks", _WIDE_PAIRS))

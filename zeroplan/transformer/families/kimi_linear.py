@@ -109,9 +109,9 @@ def _decay(tape: Tape, given: Value) -> Value:
     wide = op.cast(tape, bare, 4, Site("decay", GATE))
     raised = op.tensor(tape, "decay and its bias", 4, ROWS, GATE)
 
-    def biased(tape: Tape, taken: list[Store]) -> Arriving:
+    def biased(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         tape.weight_gradient(INNER)
-        return [op.through(wide, taken[0])]
+        return [op.through(wide, grad_outputs[0])]
 
     tape.add("decay: bias", (raised,), (), biased, of=None)
     tape.release(wide)
@@ -119,7 +119,7 @@ def _decay(tape: Tape, given: Value) -> Value:
     rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * A, GATE)
     made = op.tensor(tape, "logarithm of the decay", 4, ROWS, GATE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the rates of decay, not yet summed", 4 * ROWS, GATE)
         tape.weight_gradient(A)
         return [(soft, op.gradient(tape, soft, "gradient of the softplus", GATE))]
@@ -248,7 +248,7 @@ _CONFIG = CONFIG._replace(
     },
 )  # fmt: skip
 _DELTA_MODULES = (
-    *(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.conv1d", "self_attn.forget_gate", "self_attn.forget_gate.f_a_proj",
+    *(f"self_attn.{name}_proj" for name in "qkv"), "self_attn.forget_gate", "self_attn.forget_gate.f_a_proj",
     "self_attn.forget_gate.f_b_proj", "self_attn.b_proj", "self_attn.g_a_proj", "self_attn.g_b_proj", "self_attn.o_norm",
 )  # fmt: skip
 _BEFORE = (

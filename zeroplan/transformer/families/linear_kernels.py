@@ -36,7 +36,7 @@ def convolution(
     made = op.tensor(tape, f"output of the {site.name}", value.dtype, value.shape, CONVOLUTION)
     elements = (width * taps, width) if bias else (width * taps,)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = op.gradient(tape, value, f"gradient through the {site.name}", CONVOLUTION)
         order = f"gradient of the {site.name}, in order", NOTHING if in_order else made.dtype * made.shape
         of_its_weights(tape, elements, order)
@@ -115,7 +115,7 @@ _SCANNED = (
 
 
 def _backward(given: Given, block: Block) -> Backward:
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         held = [tape.make(op.TEMPORARY, reason, e * size, BACKWARD) for reason, size in _SCANNED]
         learnt = _gradient_of_new_values(tape, held)
         query, key, summed = _gradients_of_products(tape, held, block)

@@ -115,7 +115,7 @@ def _tempered(tape: Tape, query: Value) -> tuple[Value, tuple[Store, ...]]:
     scale = tape.make(op.TENSOR, "scale of each token's queries", 4 * s, ATTENTION)
     made = op.tensor(tape, "queries, scaled", 4, query.shape, ATTENTION)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, "gradient through the scale of the queries", 4 * query.shape, ATTENTION)
         return [(query, op.as_narrow(tape, query, passed, made, ATTENTION))]
 
@@ -150,8 +150,8 @@ def _added_to(tape: Tape, shared: Value, summed: Value) -> Value:
     site = Site("sum of routed and shared experts", MOE)
     made = Value(tape.hold(shared.store), shared.dtype, shared.shape)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.through(shared, taken[0]), op.narrowed(tape, summed, taken[0], made, site)]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [op.through(shared, grad_outputs[0]), op.narrowed(tape, summed, grad_outputs[0], made, site)]
 
     tape.add(site.name, (made,), (), backward, of=(shared, summed))
     return made
@@ -187,7 +187,7 @@ def _scaled_copies(tape: Tape, flat: Value, scores: Value) -> Value:
         tape, "tokens times scores, input of the experts", op.wider(tape, copies.dtype, column.dtype), copies.shape, MOE
     )  # fmt: skip
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = op.gradient(tape, copies, "gradient of the tokens' copies", MOE)
         unsummed = tape.make(op.TEMPORARY, "gradient of the scores, not yet summed", made.dtype * made.shape, MOE)
         tape.used(copies.store, column.store)

@@ -99,9 +99,9 @@ def _expert(
     tape.release(made, own, *held[1:])
     after = Value(tape.hold(total.store), total.dtype, total.shape)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         return [
-            op.through(total, taken[0]),
+            op.through(total, grad_outputs[0]),
             (weighted, op.gradient(tape, weighted, f"{name}: gradient of its output", MIXTRAL)),
         ]
 
@@ -137,7 +137,7 @@ def _product(tape: Tape, given: Value, read: Value, width: Size, reads: Size, na
     tape.drop(*written)
     kept = () if whole else kept_of_4_bits(tape, read, given, training)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for store in op.stores_of(kept):
             tape.hold(store)
         scales = [] if whole else scales_written_out(tape, name, matrix, quantize, copies=1)

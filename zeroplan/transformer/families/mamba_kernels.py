@@ -75,7 +75,7 @@ def _before_scan(tape: Tape) -> list[Store]:
 
 
 def _backward(joint: Value) -> Backward:
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         again = [("norm of the scan's output, again", ROWS), ("x, B and C after the convolution, again", CONVOLVED)]
         for reason, size in again:
             tape.temporary(reason, e * size, SCAN)

@@ -67,7 +67,7 @@ def _grouped(
     name, at = named
     made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, MANY)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving = [(given, op.gradient(tape, given, f"gradient through the {name}", MANY))] if tape.follows(given) else []
         tape.weight_gradient(matrices.shape)
         return arriving
@@ -87,7 +87,7 @@ def _one_by_one(
     name, (reads, width) = site.name, sizes
     stacks = _stacks(tape, site, runs, sizes)
     for stack in stacks:
-        tape.add(f"{name}: stack", (stack,), (), _handed_over, of=None)
+        tape.add(f"{name}: stack", (stack,), (), _hand_over, of=None)
     made = list[Value]()
     for run in range(runs):
         rows, inner = tape.rows if run == 0 else NOTHING, f"{name}: adapter {run + 1}"
@@ -103,11 +103,11 @@ def _one_by_one(
     return joined, stacks
 
 
-def _handed_over(tape: Tape, taken: list[Store]) -> Arriving:
+def _hand_over(tape: Tape, grad_outputs: list[Store]) -> Arriving:
     """Hand over the gradient of a stack, whose views are the gradients of the matrices."""
-    sizes = [one.size for one in taken]
-    tape.drop(*taken)
-    taken.clear()
+    sizes = [one.size for one in grad_outputs]
+    tape.drop(*grad_outputs)
+    grad_outputs.clear()
     for size in sizes:
         tape.weight_gradient(size.replacing({e.text: 1}))
     return []
@@ -125,7 +125,7 @@ def _product(tape: Tape, given: Value, stack: Value, sizes: tuple[Size, Size], n
     matrix = _part(tape, stack, sizes[1], f"{name}: matrix")
     made = op.tensor(tape, f"{name}: output", e, sizes[0], MANY)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving = [(matrix, op.gradient(tape, matrix, f"{name}: gradient of the matrix", MANY))]
         if tape.follows(given):
             arriving.append((given, op.gradient(tape, given, f"gradient through the {name}", MANY)))

@@ -62,7 +62,7 @@ def _factor(tape: Tape, name: str, elements: Size, *, reordered: bool = True, wa
     wide = tape.autocast or tape.mode.wide_adapters
     made = Value(Store(TEMPORARY, "", NOTHING, ""), 4 if wide else e, elements)
 
-    def arrives(tape: Tape, _taken: list[Store]) -> Arriving:
+    def arrives(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if waiting is not None:
             tape.gradients.waiting.remove(waiting)
         tape.weight_gradient(elements)
@@ -89,7 +89,7 @@ def merged(tape: Tape, weight: Wrapped) -> Value:
     reason_of_copy = f"factor of the {weight.name}'s adapter, in order"
     tape.drop(*[tape.make(TEMPORARY, reason_of_copy, e * one.shape, BLAS, SCRATCH) for one in weight.factors[: weight.scratch]])
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving: Arriving = []
         for one in weight.factors:
             unscaled = tape.make(TEMPORARY, f"{reason}, not yet scaled", e * one.shape, SUM)
@@ -145,7 +145,7 @@ def _product(tape: Tape) -> Value:
     made = op.tensor(tape, f"{name}: product", 4 if wide else e, E * h, OF_A_MATRIX)
     tape.matrix_product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if casts:
             reason = f"gradient of the {name}, not yet cast"
             return [(one, tape.make(TEMPORARY, reason, e * one.shape, OF_A_MATRIX)) for one in casts]
@@ -163,14 +163,14 @@ def logits_with_adapter(
 ) -> tuple[Value, Value]:  # fmt: skip
     """Add the change to the router's weight, and multiply. Return the logits and the sum, which lives until the module returns."""
     weight = factor = op.tensor(tape, "router with its adapter", e, E * h, SUM)
-    tape.add("router with its adapter", (weight,), (), op.passes(change), of=(change,))
+    tape.add("router with its adapter", (weight,), (), op.same_gradient(change), of=(change,))
     if in_32_bits:
         flat = op.cast(tape, flat, 4, Site("input of the router", source))
         factor = op.cast(tape, weight, 4, Site("router with its adapter", source))
     made = op.tensor(tape, "output of the router", factor.dtype, T * E, source)
     tape.matrix_product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving = [(factor, op.gradient(tape, factor, "gradient of the router with its adapter", source))]
         if tape.follows(flat):
             arriving.append((flat, op.gradient_of_product(tape, flat, "gradient through the router", source)))

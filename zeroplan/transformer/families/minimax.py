@@ -179,7 +179,7 @@ def _part(tape: Tape, whole: Value, tokens: Size, times: _Times) -> Value:
     """Return one chunk as a view that no variable outlives. Its backward writes the gradient into zeros of the whole size."""
     made = Value(whole.store, whole.dtype, tokens * b * A * D * times)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         size = whole.dtype * whole.shape * times
         return [(whole, tape.make(op.GRADIENT, "gradient of a chunk, among zeros", size, LIGHTNING))]
 
@@ -198,7 +198,7 @@ def _decayed(tape: Tape, value: Value, reason: str, shape: Size) -> Value:
     """Multiply by a buffer. Autograd saves no more than the buffer."""
     made = op.tensor(tape, reason, op.wider(tape, value.dtype, _wide(tape)), shape, LIGHTNING)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, f"gradient of a factor of the {reason}", made.dtype * shape, LIGHTNING)
         return [(value, op.as_narrow(tape, value, passed, made, LIGHTNING))]
 
@@ -237,8 +237,8 @@ def _next_state(tape: Tape, state: Value, added: Value, decay: Store, after: _Ti
     reason = "state of lightning attention after a chunk"
     made = Value(tape.make(op.TENSOR, reason, width * STATE * after, LIGHTNING), width, STATE)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [op.narrowed(tape, one, taken[0], made, site) for one in (decayed, added) if tape.follows(one)]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [op.narrowed(tape, one, grad_outputs[0], made, site) for one in (decayed, added) if tape.follows(one)]
 
     tape.add("state after a chunk", (made,), (), backward, of=(decayed, added))
     tape.release(decayed)

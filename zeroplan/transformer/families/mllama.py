@@ -84,7 +84,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     branch = gated_mlp(tape, normal, block, f"{MLLAMA}, MllamaTextMLP.forward")
     seeing = op.tensor(tape, "output of the MLP, 0 where a token sees no image", op.wider(tape, branch.dtype, r), T * h, LAYER)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, "gradient of the MLP's output", seeing.dtype * seeing.shape, LAYER)
         return [(branch, op.as_narrow(tape, branch, passed, seeing, LAYER))]
 

@@ -54,7 +54,7 @@ def _joined(tape: Tape, given: Value, block: Block) -> Value:
     """Join the hidden states with the next tokens' embedding, which is trained unless the block has adapters."""
     ahead = op.tensor(tape, "embedding of the next tokens", r, T * h, AHEAD)
     frozen = block.training is not None and block.training.weights == "adapted"
-    tape.add("embedding of the next tokens", (ahead,), (), lambda _tape, _taken: [], of=() if frozen else None)
+    tape.add("embedding of the next tokens", (ahead,), (), lambda _tape, _grad_outputs: [], of=() if frozen else None)
     first = op.norm(tape, ahead, "norm of the next tokens' embedding", NORM)
     second = op.norm(tape, given, "norm of the hidden states", NORM)
     site = Site("joining projection", AHEAD, layer="eh_proj")

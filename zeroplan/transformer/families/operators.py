@@ -57,9 +57,9 @@ def through(value: Value, passed: Store) -> tuple[Value, Store]:
     return value, passed
 
 
-def passes(*values: Value) -> Backward:
+def same_gradient(*values: Value) -> Backward:
     """Return a backward that allocates nothing: its gradient is also the gradient of each of ``values``."""
-    return lambda _tape, taken: [through(value, taken[0]) for value in values]
+    return lambda _tape, grad_outputs: [through(value, grad_outputs[0]) for value in values]
 
 
 def makes(
@@ -67,7 +67,7 @@ def makes(
 ) -> Backward:  # fmt: skip
     """Return a backward that allocates a gradient of each of ``values``, after a temporary ``beside`` (reason, size)."""
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if beside is not None:
             tape.temporary(*beside, source)
         made = [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
@@ -80,7 +80,7 @@ def makes(
 def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
     """Return a backward that makes only the gradient of a weight (:meth:`Tape.weight_gradient`)."""
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.weight_gradient(elements, waits=waits)
         return []
 
@@ -100,7 +100,7 @@ def run(
     dtype = inputs[0].dtype if dtype is None else dtype
     made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
     tape.send(*sends)
-    backward = makes(gradient, site.source, *inputs, beside=beside, sends=sends_back) if gradient else passes(*inputs)
+    backward = makes(gradient, site.source, *inputs, beside=beside, sends=sends_back) if gradient else same_gradient(*inputs)
     tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place, strided=strided)
     return made
 
@@ -132,9 +132,9 @@ def view(tape: Tape, value: Value, site: Site, *, is_matrix: bool = True) -> Val
     """``Tensor.view``, by default as a matrix: the same memory. Its gradients are summed before they reach ``value``, as a view."""
     made = Value(tape.hold(value.store), value.dtype, value.shape, is_matrix=is_matrix)
 
-    def backward(_tape: Tape, taken: list[Store]) -> Arriving:
-        taken[0].is_view = True
-        return [through(value, taken[0])]
+    def backward(_tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        grad_outputs[0].is_view = True
+        return [through(value, grad_outputs[0])]
 
     tape.add(f"{site.name}: view", (made,), (), backward, of=(value,), place=site.place)
     return made
@@ -184,15 +184,15 @@ def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Val
 def add_in_place(tape: Tape, first: Value, second: Value, _reason: str, site: Site) -> Value:
     """``first += second``, in the dtype of both."""
     made = Value(tape.hold(first.store), first.dtype, first.shape)
-    tape.add(site.name, (made,), (), passes(first, second), of=(first, second), place=site.place)
+    tape.add(site.name, (made,), (), same_gradient(first, second), of=(first, second), place=site.place)
     return made
 
 
 def _of_terms(tape: Tape, terms: tuple[Value, ...], reason: str, dtype: Width, shape: Size, site: Site) -> Value:
     made = tensor(tape, reason, dtype, shape, site.source)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        return [narrowed(tape, one, taken[0], made, site) for one in terms if tape.follows(one)]
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [narrowed(tape, one, grad_outputs[0], made, site) for one in terms if tape.follows(one)]
 
     tape.add(site.name, (made,), (), backward, of=terms, place=site.place)
     return made
@@ -206,10 +206,10 @@ def as_narrow(tape: Tape, value: Value, passed: Store, made: Value, source: str)
     return gradient(tape, value, f"{passed.reason}, cast", source, CUDA_ALONE if made.dtype == CAST_BY_CUDA else PLAIN)
 
 
-def narrowed(tape: Tape, value: Value, taken: Store, made: Value, site: Site) -> tuple[Value, Store]:
+def narrowed(tape: Tape, value: Value, grad_outputs: Store, made: Value, site: Site) -> tuple[Value, Store]:
     """Return a sum's gradient as that of one term: the same tensor, or a cast copy for a narrower term."""
     if tape.is_wide(value.dtype) == tape.is_wide(made.dtype):
-        return through(value, taken)
+        return through(value, grad_outputs)
     return value, gradient(tape, value, "gradient of the residual stream, cast for the branch", site.source)
 
 
@@ -248,7 +248,7 @@ def trained_linear(
     if not bias and copies is None:
         tape.matrix_product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         """``mm`` makes the weight's gradient first, ``addmm`` the input's. ``addmm`` sums the bias's gradient last."""
         of_weight = [] if bias else _weight_gradient(tape, matrix, casts, site)
         reason = f"gradient through the {site.name}"
@@ -295,7 +295,7 @@ def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Siz
     made = tensor(tape, f"output of the {site.name}", 4, tape.rows * width, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.weight_gradient(reads * width)
         reason = f"gradient through the {site.name}"
         return [(value, gradient_of_product(tape, value, reason, site.source))] if tape.follows(value) else []
@@ -342,7 +342,7 @@ def _conv1d(tape: Tape, wide: Value, width: Size, taps: Size, site: Site, *, bia
     made = tensor(tape, f"output of the {site.name}", e, (T + b * (taps - 1)) * width, site.source)
     tape.release(wide)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         arriving = [(given, gradient(tape, given, f"gradient through the {site.name}", site.source))]
         if frozen:
             return arriving
@@ -423,7 +423,7 @@ def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) ->
     made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
     saved = factors(tape, (first, (first,)), (second, (second,)))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         followed = [one for one in (first, second) if tape.follows(one)]
         name = f"gradient of a factor of the {site.name}"
         bare = [tape.make(GRADIENT, name, wider(tape, one.dtype, made.dtype) * one.shape, site.source) for one in followed]
@@ -443,7 +443,7 @@ def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: W
     made = tensor(tape, reason, dtype, value.shape, source)
     saved = factors(tape, (value, (value,)), (factor, (factor,)))
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary(f"gradient of a factor of {reason}, not yet summed", dtype * value.shape, source)
         of = f"gradient of a factor of {reason}"
         if tape.is_wide(value.dtype) == tape.is_wide(dtype):
@@ -509,7 +509,7 @@ def rotary(
     made = tensor(tape, site.name, dtype, value.shape, site.source)
     tape.drop(direct, times_sin)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         times_sin = tape.make(TEMPORARY, f"gradient of the {site.name}, times sin", dtype * turned_part, site.source)
         negative = tape.begin_brief(
             f"gradient of the {site.name}, first half negated", ceil(value.dtype * turned_part, 2), site.source
@@ -601,9 +601,9 @@ def _layer_norm_written_out(tape: Tape, value: Value, weight: Size, rows: Size, 
 def _less_mean(tape: Tape, wide: Value, mean: Value, site: Site) -> Value:
     made = tensor(tape, f"{site.name}: its input less the mean", 4, wide.shape, site.source)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the mean, not yet summed", 4 * wide.shape, site.source)
-        return [through(wide, taken[0]), (mean, gradient(tape, mean, "gradient of the mean", site.source))]
+        return [through(wide, grad_outputs[0]), (mean, gradient(tape, mean, "gradient of the mean", site.source))]
 
     tape.add(f"{site.name}: difference from the mean", (made,), (), backward, of=(wide, mean))
     return made
@@ -613,7 +613,7 @@ def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
     """Run Unsloth's norm. Autograd saves its input and a number per row; the backward overwrites the output's gradient."""
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, FUSED_NORM)
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, FUSED_NORM)
-    tape.add(site.name, (made,), (value, root), passes(value), of=(value,), place=site.place)
+    tape.add(site.name, (made,), (value, root), same_gradient(value), of=(value,), place=site.place)
     tape.drop(root)
     return made
 
@@ -623,11 +623,11 @@ def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Sit
     made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, LIGER_NORM)
     root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, LIGER_NORM)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         tape.temporary(f"{site.name}: gradients of its weight by multiprocessor", 4 * PROCESSORS * weight, LIGER_NORM)
         if not tape.mode.weights_frozen:
             tape.weight_gradient(weight)
-        return [through(value, taken[0])] if tape.follows(value) else []
+        return [through(value, grad_outputs[0])] if tape.follows(value) else []
 
     followed = (value,) if tape.mode.weights_frozen else None
     tape.add(site.name, (made,), (value, root), backward, of=followed, place=site.place)
@@ -639,7 +639,7 @@ def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -
     """``silu(gate) * up`` in one kernel. Autograd saves both, and the backward overwrites them with their gradients."""
     made = tensor(tape, reason, gate.dtype, gate.shape, LIGER_GATE)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [through(one, one.store) for one in (gate, up) if tape.follows(one)]
 
     tape.add(name, (made,), (gate, up), backward, of=(gate, up))
@@ -655,7 +655,7 @@ def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, si
     else:
         kept = tape.make(TENSOR, f"{name}: reciprocal root mean square", 4 * rows, site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for _ in range(0 if tape.mode.weights_frozen else 1 + is_layer):
             tape.weight_gradient(weight)
         return [(value, gradient(tape, value, f"gradient through the {name}", site.source))] if tape.follows(value) else []
@@ -753,7 +753,7 @@ def _reciprocal_root(
     """
     square = tensor(tape, f"{site.name}: square of its input", 4, wide.shape, site.source)
 
-    def power(tape: Tape, _taken: list[Store]) -> Arriving:
+    def power(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("derivative of pow, fp32", 8 * wide.shape, site.source, pieces=2)
         return [(wide, gradient(tape, wide, "gradient of the norm's input, fp32", site.source))]
 
@@ -773,7 +773,7 @@ def _reciprocal_root(
 def _times_root(tape: Tape, wide: Value, root: Value, site: Site) -> Value:
     made = tensor(tape, f"{site.name}: normalised input", 4, wide.shape, site.source, NORMALISED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         direct = gradient(tape, wide, "gradient of the input beside its square, fp32", site.source)
         tape.temporary("gradient of the root mean square, not yet summed", 4 * wide.shape, site.source)
         tape.read()
@@ -792,7 +792,7 @@ def weighted(tape: Tape, value: Value, saved: Saved, weight: Size, site: Site, *
     frozen = tape.mode.weights_frozen
     made = tensor(tape, f"output of the {site.name}", wider(tape, value.dtype, r), value.shape, site.source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         followed, reason = tape.follows(value), "gradient of the normalised input"
         passed = tape.make(GRADIENT, reason, made.dtype * made.shape, site.source) if followed else None
         if not frozen:

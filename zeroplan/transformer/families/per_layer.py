@@ -127,7 +127,7 @@ def slice_of(tape: Tape, every: Value, source: str) -> Value:
     """Return this layer's embedding, a view. Its backward makes a gradient of all layers' embeddings, and runs last."""
     made = Value(every.store, every.dtype, T * h_l, strided=True)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.history.leaving = tuple(tape.alive)
         return [(every, op.gradient(tape, every, "gradient of the embeddings of all layers, 0 but for this one", source))]
 

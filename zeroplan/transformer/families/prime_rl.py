@@ -115,8 +115,8 @@ def _added(tape: Tape, own: Value, outputs: Value, rows: Store) -> Value:
     """Add each pair's output to its token, in a copy of ``own``."""
     made = op.tensor(tape, "output of all experts", e, own.shape, MOE)
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
-        passed = [op.through(own, taken[0])] if tape.follows(own) else []
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        passed = [op.through(own, grad_outputs[0])] if tape.follows(own) else []
         return [*passed, (outputs, op.gradient(tape, outputs, "gradient of the weighted outputs", MOE))]
 
     tape.add("sum over a token's experts", (made,), (rows,), backward, of=(own, outputs))
@@ -165,7 +165,7 @@ def _grouped(tape: Tape, value: Value, site: tuple[str, Size, Size], rows: Size,
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", e, rows * width, GROUPED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if not tape.mode.weights_frozen:
             tape.weight_gradient(E * reads * width)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", GROUPED))] if tape.follows(value) else []
@@ -213,7 +213,7 @@ def _of_adapter(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: St
     name, reads, width = site
     made = op.tensor(tape, f"{name}: output", e, _PAIRS * width, LORA)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.weight_gradient(E * reads * width)
         return [(value, op.gradient(tape, value, f"gradient of the input of {name}", LORA))] if tape.follows(value) else []
 

@@ -170,10 +170,10 @@ def _decay(tape: Tape, given: Value) -> Value:
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
     raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
 
-    def biased(tape: Tape, taken: list[Store]) -> Arriving:
+    def biased(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         if not tape.mode.weights_frozen:
             tape.weight_gradient(A)
-        return [op.through(wide, taken[0])]
+        return [op.through(wide, grad_outputs[0])]
 
     tape.add("decay: bias", (raised,), (), biased, of=tape.with_weight(wide))
     tape.release(wide)
@@ -184,7 +184,7 @@ def _decay(tape: Tape, given: Value) -> Value:
     tape.release(raised)
     made = op.tensor(tape, "logarithm of the decay", 4, T * A, LINEAR)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if not frozen:
             tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR)
             tape.weight_gradient(A)

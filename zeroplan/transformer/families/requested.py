@@ -18,8 +18,8 @@ from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
-from zeroplan.transformer.families.halves import structure_and_order
 from zeroplan.transformer.families.sharded import SHARES
+from zeroplan.transformer.families.split_backward import structure_and_order
 from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
 from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
@@ -99,7 +99,7 @@ def block_requests(
     return _sized(made, values_of(model, x, compute.tp if structure.sharded else 1))
 
 
-class HalvesSized(NamedTuple):
+class SplitRequests(NamedTuple):
     """A program with a backward in two halves: the forward and input gradients, then weight gradients."""
 
     first: Sized
@@ -107,20 +107,22 @@ class HalvesSized(NamedTuple):
     """Its forward is empty."""
 
 
-def block_requests_in_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> HalvesSized:
+def split_block_requests(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> SplitRequests:
     """Return the actions of a block whose backward is split."""
     structure, order = structure_and_order(model, run, compute, batch)
-    return _in_halves(structure, order, values_of(model, widths(model, compute, batch), compute.tp if structure.sharded else 1))
+    return _split_requests(
+        structure, order, values_of(model, widths(model, compute, batch), compute.tp if structure.sharded else 1)
+    )
 
 
-def ending_requests_in_halves(model: ModelSpec, compute: Compute, batch: Batch) -> HalvesSized:
+def split_ending_requests(model: ModelSpec, compute: Compute, batch: Batch) -> SplitRequests:
     """Return the actions of final norm, head and loss with a split backward."""
     x = widths(model, compute, batch)
-    return _in_halves(ending_of(model, compute, x, "full"), (0, 1), values_of(model, x, compute.tp))
+    return _split_requests(ending_of(model, compute, x, "full"), (0, 1), values_of(model, x, compute.tp))
 
 
-def _in_halves(structure: Block | Ending, order: tuple[int, ...], values: Values) -> HalvesSized:
-    return HalvesSized(*(_sized(made, values) for made in _of_halves(structure, order)))
+def _split_requests(structure: Block | Ending, order: tuple[int, ...], values: Values) -> SplitRequests:
+    return SplitRequests(*(_sized(made, values) for made in _split_actions(structure, order)))
 
 
 def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss, *, marking: bool = False) -> Sized:
@@ -286,13 +288,13 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     again.run_backward(output, incoming)
     needed = max(ran, again.history.rerun_at)
     before, after = again.history.actions[ran:needed], again.history.actions[needed:]
-    gone = set() if to_the_end else {thing for do, thing in rerun if do is Do.RELEASE}
+    released = set() if to_the_end else {thing for do, thing in rerun if do is Do.RELEASE}
     if offloaded:
         rerun = [(Do.REQUEST, given.store), *rerun, *(() if to_the_end or is_saved else ((Do.RELEASE, given.store),))]
     else:
-        gone.add(given.store)  # the checkpoint holds it until the block is done
+        released.add(given.store)  # the checkpoint holds it until the block is done
         rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
-    back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in gone]
+    back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in released]
     back[len(before) : len(before)] = _without(rerun, *places.same)
     back = [(do, thing) for do, thing in back if thing not in again.history.input_copies]  # the checkpoint's own, too
     back += [(Do.RELEASE, store) for store in (*copies, *in_nodes)]
@@ -325,7 +327,7 @@ def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
 
 
 @lru_cache(maxsize=256)
-def _of_halves(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
+def _split_actions(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
     """Return a backward to the input, and one through the weights in this order, which releases each weight's tensors."""
     tape, given, output, incoming = _ran(structure)
     forward = _without(tape.history.actions, given)

@@ -36,7 +36,7 @@ def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> A
     tape.drop(*tape.scratch)
     tape.scratch.clear()
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         ring = _RingBackward(tape, heads, ranks, size)
         for other in range(1, ranks):
             ring.step(other)

@@ -29,7 +29,7 @@ def norm(tape: Tape, given: Value, name: str, kind: Norm, place: Place) -> Value
     if not tape.mode.sharded:
         return op.norm(tape, given, name, kind, place=place)
     share = Value(tape.hold(given.store), given.dtype, given.shape)
-    tape.add(name, (share,), (), op.passes(given), of=(given,), place=place)
+    tape.add(name, (share,), (), op.same_gradient(given), of=(given,), place=place)
     tape.summed_anew.add(share)
     made = op.norm(tape, share, name, kind, rows=T_p, place=place)
     tape.release(share)

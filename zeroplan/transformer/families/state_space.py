@@ -95,7 +95,7 @@ def _times_vector(tape: Tape, joint: Value, stored: Width) -> Value:
     """Multiply by one number per channel, a buffer in the dtype in which the model is ``stored``; release ``joint``."""
     made = op.tensor(tape, "joint projection, scaled", op.wider(tape, joint.dtype, stored), joint.shape, FALCON)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = tape.make(op.GRADIENT, "gradient of the joint projection", made.dtype * made.shape, FALCON)
         return [(joint, op.as_narrow(tape, joint, passed, made, FALCON))]
 
@@ -160,10 +160,10 @@ def _step(tape: Tape, bare: Value) -> Value:
     """Return dt: its bias added, softplus, clamped. Autocast runs softplus in fp32."""
     raised = op.tensor(tape, "dt and its bias", bare.dtype, T * A, SCAN)
 
-    def biased(tape: Tape, taken: list[Store]) -> Arriving:
+    def biased(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         if not tape.mode.weights_frozen:
             tape.weight_gradient(A)
-        return [op.through(bare, taken[0])]
+        return [op.through(bare, grad_outputs[0])]
 
     tape.add("dt: bias", (raised,), (), biased, of=tape.with_weight(bare))
     wide = op.cast(tape, raised, 4 if tape.autocast else raised.dtype, Site("dt", SCAN))
@@ -192,7 +192,7 @@ def _skipped(tape: Tape, x: Value) -> Value:
     filled = _filled_up(tape, x, "x beside the scan", VALUES)
     made = op.tensor(tape, "x beside the scan, times its weight", 4, VALUES, SCAN)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = op.gradient(tape, filled, "gradient of x beside the scan", SCAN)
         if not tape.mode.weights_frozen:
             tape.weight_gradient(A, unsummed=("gradient of its weight, not yet summed", 4 * VALUES, SCAN))
@@ -210,7 +210,7 @@ def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -
     stepped = op.times_per_row(tape, x, once, "x times dt", 4, SCAN)
     made = op.tensor(tape, "logarithms of decay", 4, T * A, SCAN)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         passed = op.gradient(tape, again, "gradient of dt", SCAN)
         if not tape.mode.weights_frozen:
             tape.weight_gradient(A, unsummed=("gradient of the rates of decay, not yet summed", 4 * T * A, SCAN))
@@ -278,7 +278,7 @@ def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
     masks = [tape.make(op.TENSOR, f"{name}: mask, booleans", n * n, SUM) for _ in range(2)]
     spread = Value(tape.hold(value.store), 4, pairs)
 
-    def summed_up(tape: Tape, _taken: list[Store]) -> Arriving:
+    def summed_up(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [(value, op.gradient(tape, value, f"gradient of the {name}, summed", SUM))]
 
     tape.add(f"{name}: rows", (spread,), (), summed_up, of=(value,))

@@ -201,7 +201,7 @@ class Operator(NamedTuple):
     """Its backward makes the gradient of a weight."""
     owners: tuple["Owner", ...] = ()
     """The modules with weights whose forward runs it, outer modules first; only on a tape that marks modules."""
-    away: tuple[Store, ...] = ()
+    on_host: tuple[Store, ...] = ()
     """Copies in host memory of its saved tensors. They return to the GPU for its backward."""
 
 
@@ -626,7 +626,7 @@ class Tape:
         if self.demand is not None:
             self.demand.learn(outputs, of, saved)
         stores = tuple([one.store if isinstance(one, Value) else one for one in saved])
-        away = () if self.host is None else self._packed(self.host, saved, beside, outputs, strided)
+        on_host = () if self.host is None else self._packed(self.host, saved, beside, outputs, strided)
         kept, cast = (stores, cast) if self.keeps_saved else ((), None if self.offloading else cast)
         for store in kept:
             self.hold(store)
@@ -638,7 +638,7 @@ class Tape:
             self.history.outputs_of_saver = tuple([value.store for value in apart])
         self.operators.append(
             Operator(
-                name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None, self._owners, away
+                name, outputs, kept, backward, cast, saves_weight, place or Place(), self.module, of is None, self._owners, on_host
             )
         )  # fmt: skip
 
@@ -873,17 +873,17 @@ class Tape:
             for store in operator.saved:
                 self._make_again(store, self.demand)
         self._begin(operator)
-        taken = [waiting.pop(value) for value in operator.outputs]
+        grad_outputs = [waiting.pop(value) for value in operator.outputs]
         if self.host is not None:
             self.host.back += [
-                self.make(one.kind, f"{one.reason}, back from host memory", one.size, SAVED_ON_CPU) for one in operator.away
+                self.make(one.kind, f"{one.reason}, back from host memory", one.size, SAVED_ON_CPU) for one in operator.on_host
             ]
-        arriving = operator.backward(self, taken)
+        arriving = operator.backward(self, grad_outputs)
         self.record()
         gradients = self.gradients
         made = len(gradients.current) > len(gradients.waiting)
         self.read()
-        self.drop(*self.scratch, *self._done_with(operator, taken))
+        self.drop(*self.scratch, *self._done_with(operator, grad_outputs))
         self.scratch.clear()
         # Engines look up the moment of the loss, so no later moment may replace it.
         self.freed = self.freed or bool(gradients.current) or operator.place.at is At.LOSS
@@ -910,13 +910,13 @@ class Tape:
         reached = self.alive_at_backward.setdefault(operator.module, tuple(self.alive))
         self.before = {At.LINEAR: tuple(self.alive), At.WEIGHTING: reached}.get(self.place.at, ())
 
-    def _done_with(self, operator: Operator, taken: list[Store]) -> tuple[Store, ...]:
+    def _done_with(self, operator: Operator, grad_outputs: list[Store]) -> tuple[Store, ...]:
         """Return the tensors to free: the operator's output gradients and its saved tensors, unless a second half needs them."""
         if self.half is Half.WHOLE:
-            return (*taken, *operator.saved)
+            return (*grad_outputs, *operator.saved)
         if not operator.has_weight:
-            return tuple(taken)
-        self.deferred.append(Deferred(operator, tuple(taken)))
+            return tuple(grad_outputs)
+        self.deferred.append(Deferred(operator, tuple(grad_outputs)))
         return ()
 
     def _deliver(self, value: Value, gradient: Store, waiting: dict[Value, Store]) -> None:

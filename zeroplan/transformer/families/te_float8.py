@@ -33,7 +33,7 @@ def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = 
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary(f"gradient of the {site.name}'s output in float8, in both orders", 2 * _quantised(T * width), LINEAR)
         arriving = (
             [(given, op.gradient(tape, given, f"gradient through the {site.name}", LINEAR))] if tape.follows(given) else []
@@ -68,7 +68,7 @@ def grouped(tape: Tape, value: Value, site: tuple[str, Size, Size]) -> Value:
     made = op.tensor(tape, f"{name}: output", r, P_own * width, GROUPED)
     tape.drop(padded)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary(f"padded gradients of {name}", e * rows * (reads + width), GROUPED)
         tape.temporary(f"gradient of {name} in float8, in both orders", 2 * _quantised(rows * width), GROUPED)
         tape.weight_gradient(x * reads * width, waits=True)

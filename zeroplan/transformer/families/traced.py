@@ -17,7 +17,7 @@ from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, PRIME_RL, ROUNDING, SENDING, Recompute
-from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, HandedOn, Place, without_input
+from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, GradientArrivals, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
@@ -102,7 +102,7 @@ class Plan(NamedTuple):
     again: Mapping[Recompute, tuple[Placed, ...]]
     """Moments of a recomputation that may exceed every moment of the backward."""
     arrivals: tuple[PlacedArrival, ...] = ()
-    away: Places = ()
+    on_host: Places = ()
     """Copies in host memory of the block's saved tensors."""
     handed: Places = ()
     """Tensors that layers above read too."""
@@ -419,9 +419,12 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
         ),
         yes.cast_elements,
         yes.checkpoint_in_backward,
-        away=lines(yes.away, no.away),
+        on_host=lines(yes.on_host, no.on_host),
         handed=tuple(
-            [HandedOn(one.gradients, lines(one.lines, other.lines)) for one, other in zip(yes.handed, no.handed, strict=True)]
+            [
+                GradientArrivals(one.gradients, lines(one.lines, other.lines))
+                for one, other in zip(yes.handed, no.handed, strict=True)
+            ]
         ),
         before_experts=lines(yes.before_experts, no.before_experts),
         named=lines(yes.named, no.named),
@@ -466,7 +469,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         checkpoints,
     )
     places, arrivals = index.of(tape.checkpoint_of(given.store)), index.arrivals(tape.gradients.arrivals)
-    away = () if tape.host is None else index.of(tape.host.copies)
+    on_host = () if tape.host is None else index.of(tape.host.copies)
     handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
     stores, weights = tuple(index.stores), tuple(index.weights)
     plan = Plan(
@@ -481,7 +484,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         source,
         reruns,
         arrivals,
-        away,
+        on_host,
         handed,
         arriving,
         leaving,
@@ -766,9 +769,11 @@ class Sizes:
         lines, before = self.lines(moment.stores), self.lines(moment.before)
         return BackwardPoint(moment.name, lines, made, making, copied, place=moment.place, before=before)
 
-    def handed(self, recompute: Recompute) -> tuple[HandedOn, ...]:
+    def handed(self, recompute: Recompute) -> tuple[GradientArrivals, ...]:
         """Return the arrivals of weight gradients, with the live tensors."""
-        return tuple([HandedOn(made, self.lines(stores)) for made, stores in _arrivals(self.plan, recompute, self._weights)])
+        return tuple(
+            [GradientArrivals(made, self.lines(stores)) for made, stores in _arrivals(self.plan, recompute, self._weights)]
+        )
 
 
 def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
@@ -776,9 +781,9 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
     plan = sizes.plan
     given, saved = sizes.lines(plan.given), sizes.lines(plan.saved)
     before_experts = plan.forwards[recompute].before_experts
-    away, handed = sizes.lines(plan.away), sizes.lines(plan.handed)
+    on_host, handed = sizes.lines(plan.on_host), sizes.lines(plan.handed)
     return BlockPass(
-        without_input(saved) if away else saved,
+        without_input(saved) if on_host else saved,
         (*given, *handed),
         (*given, *handed, *sizes.lines(plan.selective)),
         top(sizes, "none", autocast=autocast),
@@ -786,7 +791,7 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
         sizes.points(recompute),
         sizes.elements(plan.casts),
         sizes.lines(plan.input_apart),
-        away=away,
+        on_host=on_host,
         handed=sizes.handed(recompute),
         before_experts=sizes.lines(before_experts),
         named=() if recompute != "none" else sizes.lines(tuple([one for one in plan.handed if one not in plan.saved])),

@@ -205,7 +205,7 @@ def quantities(
     return {
         **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.expert_ranks if moe else 0,
-        "X_r": pairs_that_come(x, moe),
+        "X_r": received_pairs(x, moe),
         "T_g": x.tokens * x.expert_ranks,
         "T/2": x.tokens // 2,
         "d/4": x.head_dim // 4,
@@ -231,7 +231,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     if ranks == 1:
         return values
     shares = {f"{name}/p": values[name] // ranks for name in ("T", "z", *SPLIT)}
-    return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": pairs_that_come(x, model.moe, ranks)}
+    return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": received_pairs(x, model.moe, ranks)}
 
 
 def image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
@@ -252,6 +252,6 @@ def of_each_layer(model: ModelSpec) -> dict[str, int]:
     return {**widths, "n_l": layers, "V_l": own.vocab_size}
 
 
-def pairs_that_come(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:
+def received_pairs(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:
     """Return the number of (token, expert) pairs that one of ``ranks`` with the same tokens receives."""
     return ceil_div(x.tokens // ranks * moe.num_experts_per_tok * x.imbalance, EVEN) if moe else 0

@@ -62,7 +62,7 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
     if transport == "nccl":
         log.calls += calls_of(flight_recorder_dump(), log)
     ledger = ledger_of(seen, job)
-    taken = seen.with_counts(ledger.steps())
+    counted = seen.with_counts(ledger.steps())
     return Measurement(
         job=job,
         backend="cuda",
@@ -72,9 +72,9 @@ def measured_on_gpu(job: JobSpec, make: Callable[[], Workload] | None, *, rank: 
         rank=rank,
         environment=environment(device=gpu.words()),
         initialisation=ledger.initialisation(),
-        steps=taken,
+        steps=counted,
         collectives=collectives_of_step(log, steps - 1 if transport == "fake" else steps),
-        allocator=(allocator_of(taken[-1], gpu.settings(), workspace_bytes=seen.workspace_bytes()),),
+        allocator=(allocator_of(counted[-1], gpu.settings(), workspace_bytes=seen.workspace_bytes()),),
         card=gpu.figures(),
         attention=attention_of(seen.timeline),
         remarks=(*_REMARKS, *only_one_process(transport), *seen.remarks(ledger.steps())),

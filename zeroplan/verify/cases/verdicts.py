@@ -17,7 +17,7 @@ class Judged(NamedTuple):
     """A result and its prediction. [bytes]
 
     ``predicted`` and ``measured`` are peaks; ``needed`` is the peak plus the memory outside the allocator; ``fits`` is the verdict,
-    None if no GPU is known; ``agrees`` is None if there is nothing to compare. ``goes_through`` says whether a replay of the
+    None if no GPU is known; ``agrees`` is None if there is nothing to compare. ``fits_in_replay`` says whether a replay of the
     requests fits this GPU; None if the peak alone decides.
     """
 
@@ -27,7 +27,7 @@ class Judged(NamedTuple):
     capacity: int | None
     comparison: Comparison | None
     agrees: bool | None
-    goes_through: bool | None = None
+    fits_in_replay: bool | None = None
 
     @property
     def measured(self) -> int | None:
@@ -37,7 +37,7 @@ class Judged(NamedTuple):
     @property
     def fits(self) -> bool | None:
         """Whether the job was predicted to fit the GPU."""
-        return None if self.capacity is None else self.needed <= self.capacity and self.goes_through is not False
+        return None if self.capacity is None else self.needed <= self.capacity and self.fits_in_replay is not False
 
     @property
     def at_the_edge(self) -> bool:
@@ -52,11 +52,11 @@ def judged(result: Result, *, tolerance: float) -> Judged:
     comparison = None if result.record is None else compare_with_estimate(result.record)
     predicted = answer.peak_bytes if comparison is None else comparison.peak.predicted
     needed = needed_bytes(answer, alone=result.task.transport == "fake")
-    one = Judged(result, predicted, needed, capacity, comparison, None, _goes_through(answer, needed, capacity))
+    one = Judged(result, predicted, needed, capacity, comparison, None, _fits_in_replay(answer, needed, capacity))
     return one._replace(agrees=_agrees(one, tolerance))
 
 
-def _goes_through(answer: Estimate, needed: int, capacity: int | None) -> bool | None:
+def _fits_in_replay(answer: Estimate, needed: int, capacity: int | None) -> bool | None:
     """Whether a replay fits the GPU; None if all memory that the allocator may reserve fits, or the peak does not."""
     if capacity is None or needed > capacity or not_written(answer.job):
         return None

@@ -149,7 +149,7 @@ def as_rank(task: str, folder: str) -> None:
 # On the submitting node
 
 
-def taken_up(folder: Path) -> Submitted:
+def resumed_job(folder: Path) -> Submitted:
     """The job in a folder. Raises SpecError if it has none."""
     path = folder / _STATE
     if not path.is_file():

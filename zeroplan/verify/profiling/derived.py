@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from zeroplan.errors import MeasurementError
-from zeroplan.spec.profile import Amount, Flash, Handed, Multiplied, Part, Point, ProfiledBlock, ProfiledPass
+from zeroplan.spec.profile import Amount, Flash, GradientArrival, Multiplied, Part, Point, ProfiledBlock, ProfiledPass
 from zeroplan.verify.profiling.anatomy import Anatomy, BlockAnatomy, GradientReady, Instant, Operations, Piece
 from zeroplan.verify.profiling.polynomials import MULTIPLES, Fit, Shape, covers, less, padded, total, value
 
@@ -101,10 +101,10 @@ class Derived:
         points = [self._point(what, column) for column in zip(*seen, strict=True)]
         return tuple(_undominated(list(dict.fromkeys(points)), _point_covers))
 
-    def _handed(self, what: str, seen: Sequence[Sequence[GradientReady]]) -> tuple[Handed, ...]:
-        self._same_program(what, [[one.name for one in handed] for handed in seen])
+    def _handed(self, what: str, seen: Sequence[Sequence[GradientReady]]) -> tuple[GradientArrival, ...]:
+        self._same_program(what, [[one.name for one in arrival] for arrival in seen])
         return tuple(
-            Handed(
+            GradientArrival(
                 name=column[0].name,
                 saved=self._amount(f"{what}: {column[0].name}, saved", [one.saved for one in column]),
                 working=self._amount(f"{what}: {column[0].name}", [one.working for one in column]),

@@ -87,8 +87,8 @@ def with_adapters(module: nn.Module, picture: Picture) -> None:
     from peft import LoraConfig, inject_adapter_in_model  # noqa: PLC0415  takes seconds
 
     module.requires_grad_(requires_grad=False)
-    said = LoraConfig(r=picture.rank, lora_alpha=picture.rank, target_modules=list(picture.targets))
-    inject_adapter_in_model(said, module)
+    config = LoraConfig(r=picture.rank, lora_alpha=picture.rank, target_modules=list(picture.targets))
+    inject_adapter_in_model(config, module)
 
 
 def flow_matching(predicted: torch.Tensor, noise: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:

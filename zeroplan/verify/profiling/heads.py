@@ -61,8 +61,8 @@ def _patches(made: "PreTrainedConfig") -> int | None:
     return (height // tall) * (width // wide)
 
 
-def _sides(said: int | Sequence[int]) -> tuple[int, int]:
-    return (said, said) if isinstance(said, int) else (said[0], said[1])
+def _sides(given: int | Sequence[int]) -> tuple[int, int]:
+    return (given, given) if isinstance(given, int) else (given[0], given[1])
 
 
 #: The first that transformers has for a configuration counts; encoders also have causal classes.
@@ -85,8 +85,8 @@ def head_of(made: "PreTrainedConfig", where: str) -> Head:
 
     classes = {one: getattr(transformers, one.auto)._model_mapping for one in HEADS}
     there = [one for one in HEADS if type(made) in classes[one]]
-    said = (getattr(made, "architectures", None) or [""])[0]
-    named = (one for one in there if classes[one][type(made)].__name__ == said)
+    architecture = (getattr(made, "architectures", None) or [""])[0]
+    named = (one for one in there if classes[one][type(made)].__name__ == architecture)
     found = next(named, next(iter(there), None))
     if made.is_encoder_decoder and getattr(made, "decoder_start_token_id", None) is None:
         made.decoder_start_token_id = 0  # with which labels are shifted

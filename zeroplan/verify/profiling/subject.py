@@ -114,7 +114,7 @@ def of_config(named: str, attention: Attention) -> Subject:
         whole=lambda: in_a_batch(made, head, attention, Shape(1, 8)),
         make=lambda shape: in_a_batch(few, head, attention, shape),
         layer_kinds=kinds,
-        longest=head.tokens(made) or longest_said(made),
+        longest=head.tokens(made) or configured_length(made),
         attention=attention,
         places=places,
         only=head.tokens(made),
@@ -131,20 +131,20 @@ def of_diffuser(named: str, picture: Mapping[str, Any]) -> Subject:
 
     path = config_file(named)
     keys = read_keys(path)
-    asked = picture_of(keys, **picture)
+    picture_asked = picture_of(keys, **picture)
     with torch.device("meta"):
         stacks = of.stacks_of(keys, of.module_of(keys))
-    counts, places, tokens = tuple(map(len, stacks)), of.places_of(stacks), tokens_of(keys, asked)
+    counts, places, tokens = tuple(map(len, stacks)), of.places_of(stacks), tokens_of(keys, picture_asked)
     return Subject(
-        name=f"{named_after(Path(named), path)} ({asked.words})",
+        name=f"{named_after(Path(named), path)} ({picture_asked.words})",
         source=f"diffusers' {keys['_class_name']}",
-        whole=lambda: of.in_a_batch(keys, asked, 1),
-        make=lambda shape: of.in_a_batch(keys, asked, shape.sequences, places),
+        whole=lambda: of.in_a_batch(keys, picture_asked, 1),
+        make=lambda shape: of.in_a_batch(keys, picture_asked, shape.sequences, places),
         layer_kinds=kinds_in(counts),
         longest=tokens,
         places=of.flat(places, counts),
         only=tokens,
-        inputs=of.inputs_of(keys, asked),
+        inputs=of.inputs_of(keys, picture_asked),
         packages={"diffusers": str(installed(DIFFUSERS_PACKAGE))},
     )
 
@@ -234,7 +234,7 @@ _OF_EACH_STACK = 4
 _LIMITS = ("max_position_embeddings", "max_target_positions", "max_seq_len", "max_sequence_length", "n_positions")
 
 
-def longest_said(made: object) -> int | None:
+def configured_length(made: object) -> int | None:
     """The maximum sequence length in the configuration; None if it has none. [tokens]"""
     return next((limit for name in _LIMITS if isinstance(limit := getattr(made, name, None), int)), None)
 

@@ -70,9 +70,9 @@ def _with_muon(module: nn.Module, config: dict[str, object]) -> tuple[DeepSpeedE
     for name in ("zeropower_via_newtonschulz5", "zeropower_via_gram_newtonschulz", "muon_update"):
         compiled = getattr(original_muon, name)
         put(original_muon, **{name: getattr(compiled, "_torchdynamo_orig_callable", compiled)})
-    said = {**config, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    with_muon = {**config, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
     with replaced(deepspeed.ops.adam, "FusedAdam", _FusedAdamW):
-        engine, wrapper, *_ = deepspeed.initialize(model=module, model_parameters=list(trained(module)), config=said)
+        engine, wrapper, *_ = deepspeed.initialize(model=module, model_parameters=list(trained(module)), config=with_muon)
     return engine, wrapper
 
 

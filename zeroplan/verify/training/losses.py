@@ -82,10 +82,10 @@ def _by_liger(module: nn.Module, switches: Collection[str]) -> None:
     if family not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise MeasurementError(f"Liger has no kernels for {family}; use others")
     every = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm", "cross_entropy", "fused_linear_cross_entropy")
-    said = {name: name in switches for name in every}
+    switched = {name: name in switches for name in every}
     names = vars(sys.modules[type(module).__module__])
     before = dict(names)
-    monkey_patch._apply_liger_kernel_to_instance(module, **said)
+    monkey_patch._apply_liger_kernel_to_instance(module, **switched)
     names.update(before)  # Liger also replaces classes, for all models of this process
 
 

@@ -24,17 +24,17 @@ class Adapted(nn.Module):
     def __init__(self, base: ColumnParallelLinear | RowParallelLinear, *, rank: int, dropout: bool) -> None:
         super().__init__()
         config, self.base = base.config, base
-        said = {
+        arguments = {
             "config": config, "init_method": config.init_method, "bias": False, "skip_bias_add": True, "is_expert": base.is_expert,
         }  # fmt: skip
         self.first: nn.Module
         self.second: nn.Module
         if isinstance(base, RowParallelLinear):
-            self.first = RowParallelLinear(base.input_size, rank, input_is_parallel=True, **said)
+            self.first = RowParallelLinear(base.input_size, rank, input_is_parallel=True, **arguments)
             self.second = nn.Linear(rank, base.output_size, bias=False, dtype=config.params_dtype)
         else:
             self.first = nn.Linear(base.input_size, rank, bias=False, dtype=config.params_dtype)
-            self.second = ColumnParallelLinear(rank, base.output_size, gather_output=False, **said)
+            self.second = ColumnParallelLinear(rank, base.output_size, gather_output=False, **arguments)
         for parameter in (*self.first.parameters(), *self.second.parameters()):
             parameter.allreduce = not (base.is_expert and config.expert_model_parallel_size > 1)  # type: ignore[attr-defined]
         self.dropout = nn.Dropout(_DROPOUT) if dropout else nn.Identity()

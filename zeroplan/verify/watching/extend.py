@@ -88,10 +88,10 @@ def without_flattening(recording: Recording) -> Recording:
     """
     first = recording.spans[1].start if len(recording.spans) > 1 else recording.now
     passing = {block for block in recording.blocks if is_whole(block) and block.died <= first}
-    gone = sorted(moment for block in passing for moment in (block.born, block.died))
+    ends = sorted(moment for block in passing for moment in (block.born, block.died))
 
     def moved(moment: int) -> int:
-        return moment if moment == STILL_HELD else moment - bisect_right(gone, moment)
+        return moment if moment == STILL_HELD else moment - bisect_right(ends, moment)
 
     blocks = []
     for block in recording.blocks:

@@ -80,10 +80,10 @@ class HostMemory:
         self.held[-1], self.pinned[-1] = self._live, self._taken - self._live_pinned
         self.taken[-1] = max(self.taken[-1], self._in_all)
 
-    def _released(self, gone: "weakref.ref[torch.UntypedStorage]") -> None:
-        assert isinstance(gone, _Watch)  # noqa: S101  every reference here is one
-        del self._watches[gone.key]
-        self._count(-gone.n_bytes, pinned=gone.pinned)
+    def _released(self, storage: "weakref.ref[torch.UntypedStorage]") -> None:
+        assert isinstance(storage, _Watch)  # noqa: S101  every reference here is one
+        del self._watches[storage.key]
+        self._count(-storage.n_bytes, pinned=storage.pinned)
 
     @contextmanager
     def pinning(self) -> Iterator[None]:

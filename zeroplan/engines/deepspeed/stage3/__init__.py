@@ -18,8 +18,8 @@ from zeroplan.engines.deepspeed.stage3.states import (
     shares_held,
 )
 from zeroplan.engines.deepspeed.stage3.step import (
+    cpu_step_moments,
     group_count,
-    step_away_moments,
     step_moments,
     step_temporaries,
     stepped_symbols,
@@ -56,8 +56,8 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     trace.hold("states", *persistent)
     for each in by_micro_batches(job, batch):
         Training(trace, each, these).run()
-    taken = step_temporaries(job, impl)
-    steps = step_away_moments(job) if offloads_optimizer(recipe) else step_moments(job, impl, taken)
+    temporaries = step_temporaries(job, impl)
+    steps = cpu_step_moments(job) if offloads_optimizer(recipe) else step_moments(job, impl, temporaries)
     second = second_partition(recipe, job.element, job.partition, job.n_ranks)
     step = tuple(moment.beside((*states, bucket_line(job), *second)) for moment in steps[:-1])
     step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
@@ -67,8 +67,8 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         (*states, bucket_line(job), persistent_line(job)),
         Moments((*map(entry_of, start), *training)),
         collectives(job, batch),
-        host=host_lines(job, everything, taken),
-        symbols=(*_symbols(job, impl), *host_symbols(job), *kept_symbols(these), *counted(*everything, *taken)),
+        host=host_lines(job, everything, temporaries),
+        symbols=(*_symbols(job, impl), *host_symbols(job), *kept_symbols(these), *counted(*everything, *temporaries)),
         notes=(
             *note(recipe),
             *note_on_nvme(recipe),

@@ -46,7 +46,7 @@ def highest_flushes(
     return tuple(chosen)
 
 
-def taken_beside(job: Job) -> tuple[tuple[int, ...], ...]:
+def flush_memory(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return each flush's memory beside its bucket, on the way to host memory, to NVMe or to 4 bits; nothing without these."""
     if swaps_optimizer(job.recipe):
         return beside_swapped(job.buckets, job.element, job.kept, job.master)

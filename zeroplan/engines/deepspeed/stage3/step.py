@@ -59,11 +59,11 @@ def step_temporaries(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     """Return the optimizer's temporaries for the sub-group that takes most."""
     if job.recipe.optimizer in PUBLISHED:  # torchao takes temporaries only where it quantises
         return of_groups(job, lambda groups: step_temporary_lines(job.recipe.optimizer, impl, groups, job.master))
-    tensors = (LocalTensor((_most_taken(job, impl)[0],), in_block=False),)
+    tensors = (LocalTensor((_largest_update(job, impl)[0],), in_block=False),)
     return step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g")
 
 
-def _most_taken(job: Job, impl: OptimizerImpl) -> tuple[Int, Int]:
+def _largest_update(job: Job, impl: OptimizerImpl) -> tuple[Int, Int]:
     """Return the elements of the sub-group whose update takes most, and of the copy of its gradients. [elements]
 
     Gradients in the optimizer's dtype are copied only if several are flattened.
@@ -72,15 +72,15 @@ def _most_taken(job: Job, impl: OptimizerImpl) -> tuple[Int, Int]:
     if job.kept != job.master:
         return largest, largest
 
-    def taken(group: Int) -> Int:
+    def temporary_bytes(group: Int) -> Int:
         tensors = (LocalTensor((group,), in_block=False),)
         return total_bytes(step_temporary_lines(job.recipe.optimizer, impl, tensors, job.master, symbol="G_g"))
 
-    copied = job.master * joined + taken(joined) >= taken(largest)
+    copied = job.master * joined + temporary_bytes(joined) >= temporary_bytes(largest)
     return where(copied, joined, largest), where(copied, joined, 0)
 
 
-def step_away_moments(job: Job) -> tuple[Moment, ...]:
+def cpu_step_moments(job: Job) -> tuple[Moment, ...]:
     """Return the moments of a step on the CPU."""
     return (
         Moment("optimizer step: begun", Phase.STEP, (*staying_lines(job), persistent_line(job))),
@@ -100,16 +100,18 @@ def step_moments(job: Job, impl: OptimizerImpl, temporary: tuple[Line, ...]) -> 
         Kind.OPTIMIZER_TEMPORARY, job.kept * joined, "gradients of a sub-group, laid flat",
         unless_zero(joined, times(job.kept, "G_j")), STAGE3,
     )  # fmt: skip
-    flattened = (flat, _taken(job, joined, "G_j")) if job.kept != job.master else (_taken(job, joined, "G_j"),)
+    flattened = (
+        (flat, _group_gradients(job, joined, "G_j")) if job.kept != job.master else (_group_gradients(job, joined, "G_j"),)
+    )
     return (
         Moment("gradient norm", Phase.STEP, (norm,)),
         Moment("optimizer step: gradients flattened", Phase.STEP, flattened),
-        Moment("optimizer step: update", Phase.STEP, (_taken(job, _most_taken(job, impl)[1], "G_g"), *temporary)),
+        Moment("optimizer step: update", Phase.STEP, (_group_gradients(job, _largest_update(job, impl)[1], "G_g"), *temporary)),
         Moment("after the step: persistent parameters gathered", Phase.STEP, (persistent_line(job),)),
     )
 
 
-def _taken(job: Job, elements: Int, symbol: str) -> Line:
+def _group_gradients(job: Job, elements: Int, symbol: str) -> Line:
     n_bytes, reason = job.master * elements, "gradients of a sub-group, as the optimizer takes them"
     formula = unless_zero(n_bytes, times(job.master, symbol))
     return Line(Kind.GRADIENTS, n_bytes, reason, formula, f"{STAGE3}, _prepare_fp32_grad_for_sub_group")
@@ -119,6 +121,6 @@ def stepped_symbols(job: Job, impl: OptimizerImpl) -> tuple[Symbol, ...]:
     """Return the symbols in the formulas of this module."""
     what = "elements that one step of the optimizer takes: whole shares, up to sub_group_size"
     return (
-        Symbol("G_g", _most_taken(job, impl)[0], what),
+        Symbol("G_g", _largest_update(job, impl)[0], what),
         Symbol("G_j", largest_joined(job), "elements of the largest such step with several parameters"),
     )

@@ -12,7 +12,7 @@ from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
-from zeroplan.engines.deepspeed.stage3.reducing import highest_flushes, reduce_lines, running_at, staying_until, taken_beside
+from zeroplan.engines.deepspeed.stage3.reducing import flush_memory, highest_flushes, reduce_lines, running_at, staying_until
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.passes import (
@@ -219,7 +219,7 @@ class Training:
     def reduce_buckets(self) -> None:
         """Write the buckets that are reduced during the backward."""
         job, these = self.job, self.these
-        for flush, held in highest_flushes(job.buckets, job.trace, gradient_counts(these), taken_beside(job)):
+        for flush, held in highest_flushes(job.buckets, job.trace, gradient_counts(these), flush_memory(job)):
             self.trace.hold("shared", *shared_at(these, flush.block))
             self._enter(max(flush.block, 0))
             tied = self.tied if flush.block >= 0 else ()  # the embedding's gradient includes it from its arrival on
@@ -283,7 +283,7 @@ def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, ap
     note, before = notes[at], notes[at - 1].made if at else 0
     if current == _GATHERING:
         return note.gathering
-    gone = min(max(gradients - current - before, 0), note.during - note.handing)
+    freed = min(max(gradients - current - before, 0), note.during - note.handing)
     if current:
-        return max(note.during - gone, note.gathering - current if gradients - current <= before and not apart else 0)
-    return note.during - gone if note.made > gradients else note.after
+        return max(note.during - freed, note.gathering - current if gradients - current <= before and not apart else 0)
+    return note.during - freed if note.made > gradients else note.after

@@ -44,13 +44,13 @@ def _predicted(tape: Tape, hidden: Value) -> Value:
     pair = norm(tape, embedded, "the next token's norm"), norm(tape, hidden, "the hidden states' norm")
     tape.release(embedded)
     both = op.tensor(tape, "next token and hidden states, joined", e, 2 * T_n * h, PREDICTED)
-    tape.add("joined", (both,), (), op.passes(*pair), of=pair)
+    tape.add("joined", (both,), (), op.same_gradient(*pair), of=pair)
     tape.release(*pair)
     apart = column(tape, both, h_r, "the joining matrix", reads=2 * h)
     tape.release(both)
     made = op.tensor(tape, "input of attention's norm", e, T_n * h, PREDICTED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gathered gradient of the joining matrix's output", e * T_w * h, PREDICTED)
         return [(apart, op.gradient(tape, apart, "gradient of this rank's part of it", PREDICTED))]
 

@@ -136,7 +136,7 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
     shapes = T_m * q_r, T_m * k_r, T_m * v_r
     query, keys, values = op.chunk(tape, joint, shapes, Site("queries, keys and values", QUERIES))
     if structure.grouped:
-        query = _copied(tape, query, "queries, all heads in a row", QUERIES, op.passes(query))
+        query = _copied(tape, query, "queries, all heads in a row", QUERIES, op.same_gradient(query))
     if structure.head_norms:
         query = _norm_of_heads(tape, query, "the queries' norm", T_m * a_r)
         keys = _norm_of_heads(tape, keys, "the keys' norm", T_m * a_k)

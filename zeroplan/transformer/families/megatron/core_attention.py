@@ -38,7 +38,7 @@ def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
     made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the queries, added up in fp32", 4 * T_m * q_r, source)
         return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", source))]
 
@@ -81,7 +81,7 @@ def scored(
 def _made_again(raw: Value, again: list[Store], structure: Layer) -> Backward:
     """Return the context's backward. A checkpoint keeps the recomputed output and its gradient until its backward ends."""
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if runs_core_again(structure):
             again.append(
                 tape.make(op.TEMPORARY, "attention output, made again, and its gradient", 2 * e * T_m * c_r, CHECKPOINT)
@@ -102,7 +102,7 @@ def _softmax(
     raw = op.tensor(tape, "scores", e, numbers, UNFUSED)
     tape.drop(buffer)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.drop(*again)
         return [(pair, op.gradient(tape, pair, "gradient of queries and keys", UNFUSED)) for pair in pairs]
 
@@ -115,7 +115,7 @@ def _softmax(
         tape.release(masked)
     soft = op.tensor(tape, "attention scores", dtype, numbers, SOFTMAX)
     written_over = structure.local and not structure.masks_in_place  # the fused kernel overwrites the incoming gradient
-    through = op.passes(read) if written_over else op.makes("gradient of the scores", SOFTMAX, read)
+    through = op.same_gradient(read) if written_over else op.makes("gradient of the scores", SOFTMAX, read)
     tape.add("softmax", (soft,), (soft.store, *mask), through, of=(read,))
     tape.drop(*mask)
     tape.release(read)
@@ -175,7 +175,7 @@ def run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
     made = op.tensor(tape, "attention output", e, T_m * c_r, CHECKPOINT)
     tape.drop(forward)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("what core attention keeps, made again", kept + e * T_m * c_r, CHECKPOINT)
         tape.temporary("gradients within core attention", passing, CHECKPOINT)
         return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", CHECKPOINT))]

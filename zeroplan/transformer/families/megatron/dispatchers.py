@@ -31,7 +31,7 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tape.drop(sorting, maps)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_GATHER)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of all ranks' tokens", e * T_g * h, ALL_GATHER)
         return [
             (normal, op.gradient(tape, normal, "gradient of this rank's tokens", ALL_GATHER)),
@@ -57,7 +57,7 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, SORT)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_TO_ALL)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the tokens on their way back", e * (X_1 + X_2) * h, ALL_TO_ALL)
         return [
             (normal, op.gradient(tape, normal, "gradient of this rank's tokens", PERMUTE)),
@@ -74,7 +74,7 @@ def times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, sou
     dtype: Width = 4 if routing.wide else e
     product = op.tensor(tape, "experts: product with routing weights", dtype, value.shape, source)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("experts: product of gradient and output", dtype * value.shape, source)
         tape.temporary("experts: gradient before its cast", 4 * value.shape if routing.wide else NOTHING, source)
         gradient = op.gradient(tape, value, "experts: gradient of what is weighed", source)
@@ -101,7 +101,7 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
     made = op.tensor(tape, "experts: output", e, T_n * h, ALL_GATHER)
     tape.drop(whole, cast)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of all ranks' outputs", (w_p * T_g * h if routing.wide else NOTHING) + e * T_g * h, ALL_GATHER)
         return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", UNPERMUTE))]
 
@@ -123,7 +123,7 @@ def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Va
     tape.drop(cast)
     tape.release(outputs)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
         return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", SORT))]
 

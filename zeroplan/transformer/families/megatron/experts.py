@@ -75,7 +75,7 @@ def _gated(tape: Tape, normal: Value, shared: Value, routing: Routing) -> Value:
     score = tape.make(op.TENSOR, "shared expert: gate of each token", e * T_n, SHARED)
     made = op.tensor(tape, "shared expert: gated output", e, T_n * h, SHARED)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         ungated = op.gradient(tape, shared, "shared expert: gradient of its output", SHARED)
         tape.temporary("shared expert: product of gradient and output", e * T_n * h, SHARED)
         return [(shared, ungated), (normal, op.gradient(tape, normal, "shared expert: gradient through its gate", SHARED))]
@@ -98,7 +98,7 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
     made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
     tape.drop(logits)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.temporary(
             "router: input and its gradient in the weights' dtype", 2 * w_p * T_n * h if routing.wide else NOTHING, GATING
         )

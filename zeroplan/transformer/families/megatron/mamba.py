@@ -24,7 +24,7 @@ def mixed(tape: Tape, normal: Value, _structure: Layer) -> Value:
     scanned = _scanned(tape, read)
     tape.release(read)
     ordered = op.tensor(tape, "the scan's result, input of its norm", e, T_m * i_r, MIXER)
-    tape.add("order of the scan's result", (ordered,), (), op.passes(scanned), of=(scanned,))
+    tape.add("order of the scan's result", (ordered,), (), op.same_gradient(scanned), of=(scanned,))
     tape.release(scanned)
     ready = norm(tape, ordered, "the scan's norm", shape=T_m * i_r, rows=T_m)
     tape.release(ordered)
@@ -45,7 +45,7 @@ def _scanned(tape: Tape, read: Value) -> Value:
     plain = tape.make(op.TENSOR, "the scan's result before the gate", e * T_m * i_r, STATES)
     tape.drop(passing, steps, states, factors)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         gradient = op.gradient(tape, read, "gradient of the scan's input", SCAN)
         for reason, size in (
             ("inputs and factors, convolved again, and their gradient", 2 * e * T_m * (i_r + B_r)),

@@ -81,7 +81,7 @@ def _product(
     made = op.tensor(tape, f"output of {name}", e, shape, source)
     tape.drop(*passing)
 
-    def backward(tape: Tape, _taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         narrow = y_8 * shape.replacing(_BY_32) if tape.in_fp8 else NOTHING
         tape.temporary(f"gradient of the output of {name}, in FP8", narrow, FP8)
         for one in (*(around.of_weight if weight is not None else ()), *around.backward):
@@ -177,10 +177,10 @@ def added(tape: Tape, branch: Value, residual: Value, reason: str, structure: La
         else ()
     )
 
-    def backward(tape: Tape, taken: list[Store]) -> Arriving:
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
         if not mask:
-            return [op.through(residual, taken[0]), op.through(branch, taken[0])]
-        return [op.through(residual, taken[0]), (branch, op.gradient(tape, branch, "gradient through dropout", DROPOUT))]
+            return [op.through(residual, grad_outputs[0]), op.through(branch, grad_outputs[0])]
+        return [op.through(residual, grad_outputs[0]), (branch, op.gradient(tape, branch, "gradient through dropout", DROPOUT))]
 
     tape.add("dropout and residual addition", (made,), mask, backward, of=None)
     tape.drop(*mask)

@@ -22,7 +22,7 @@ def note(recompute: Recompute) -> str:
     return f"{what}, {'is' if recompute == 'none' else 'are'} in pinned host memory from their forward to their backward"
 
 
-class Away(NamedTuple):
+class OffloadedActivations(NamedTuple):
     """The offloaded tensors as lines, and the extra bytes of their pinned blocks. [bytes]"""
 
     lines: tuple[Line, ...]
@@ -31,33 +31,33 @@ class Away(NamedTuple):
     """The symbols in the formulas of the lines."""
 
 
-NOTHING = Away((), 0)
+NOTHING = OffloadedActivations((), 0)
 
 
-def away(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Away:
+def offloaded_activations(recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> OffloadedActivations:
     """Return the host memory of this many layers of each kind at the end of the forward. Each tensor is pinned separately."""
     n_bytes: Int = 0
     rounded: Int = 0
     layers_of, each, formula = dict[str, int](), dict[str, Int](), ""
     for kind, block, layers in blocks:
-        layers_of[kind], each[kind] = layers_of.get(kind, 0) + layers, total_bytes(block.away)
-        for line in block.away:
+        layers_of[kind], each[kind] = layers_of.get(kind, 0) + layers, total_bytes(block.on_host)
+        for line in block.on_host:
             n_bytes, rounded = n_bytes + layers * line.n_bytes, rounded + layers * rounding(line.n_bytes)
             formula = f"L·{line.formula}"  # in all kinds of blocks a block's input has the same size
     if not formula:
         return NOTHING
     if recompute != "none":
-        return Away((Line(Kind.ACTIVATIONS, n_bytes, _REASON, formula, SAVED_ON_CPU),), rounded)
+        return OffloadedActivations((Line(Kind.ACTIVATIONS, n_bytes, _REASON, formula, SAVED_ON_CPU),), rounded)
     formula = blocks_sum("H", tuple(layers_of.values()), tuple(layers_of))
     symbols = [Symbol(f"H_{kind}", size, f"bytes one {kind} block has in host memory") for kind, size in each.items()]
-    return Away((Line(Kind.ACTIVATIONS, n_bytes, _SAVED, formula, SAVED_ON_CPU),), rounded, tuple(symbols))
+    return OffloadedActivations((Line(Kind.ACTIVATIONS, n_bytes, _SAVED, formula, SAVED_ON_CPU),), rounded, tuple(symbols))
 
 
-def with_activations_away(answer: Account, recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Account:
+def with_offloaded_activations(answer: Account, recompute: Recompute, blocks: Iterable[tuple[str, BlockPass, int]]) -> Account:
     """Add offloaded activations to the account of an engine that offloads nothing else."""
-    there = away(recompute, blocks)
+    offloaded = offloaded_activations(recompute, blocks)
     return answer._replace(
-        host=(*answer.host, *there.lines, beyond(there.beyond_bytes)),
-        symbols=(*answer.symbols, *there.symbols, beyond_symbol(there.beyond_bytes)),
+        host=(*answer.host, *offloaded.lines, beyond(offloaded.beyond_bytes)),
+        symbols=(*answer.symbols, *offloaded.symbols, beyond_symbol(offloaded.beyond_bytes)),
         notes=(*answer.notes, note(recompute)),
     )

@@ -26,7 +26,7 @@ _PADS: tuple[Kind, ...] = ("trainer", "llama-factory", "axolotl", "ms-swift", "o
 _JOINS = ("packing", "neat_packing", "sample_packing", "padding_free", "ds.packing_samples")
 
 
-class Told(NamedTuple):
+class Setting(NamedTuple):
     """A setting's value and its key in the file; ``filled`` if it is the program's default, or set by the training script.
 
     A flag with a value in ``also`` does not contradict the file. The answer shows ``note`` if it uses the value.
@@ -62,8 +62,8 @@ class Setup(NamedTuple):
     """
 
     kind: Kind
-    flags: Mapping[str, Told] = {}
-    options: Mapping[str, Told] = {}
+    flags: Mapping[str, Setting] = {}
+    options: Mapping[str, Setting] = {}
     asks: Mapping[str, str] = {}
     notes: tuple[str, ...] = ()
     deepspeed: DeepSpeedPart | None = None
@@ -88,7 +88,7 @@ class Setup(NamedTuple):
     """The fine-tuning loop that the training step belongs to: its ``workflow``, and options by their names in zeroplan.workflow."""
 
 
-class Taken(NamedTuple):
+class RequestSettings(NamedTuple):
     """A file's settings for a request: ``flags`` set in the file, and ``filled`` defaults."""
 
     flags: dict[str, object]
@@ -100,46 +100,46 @@ class Taken(NamedTuple):
 _TOGETHER = ("engine", "stage")
 
 
-def taken(setup: Setup, said: Mapping[str, object], where: str) -> Taken:
+def request_settings(setup: Setup, by_user: Mapping[str, object], where: str) -> RequestSettings:
     """Return the settings that the file adds to the user's flags; raises SpecError if both contradict, or a flag must decide."""
-    notes = [*setup.notes, *_asked(setup, said, where)]
+    notes = [*setup.notes, *_answered_asks(setup, by_user, where)]
     flags: dict[str, object] = {}
     filled: dict[str, object] = {}
-    chosen = any(name in said for name in _TOGETHER)
-    for name, told in setup.flags.items():
+    chosen = any(name in by_user for name in _TOGETHER)
+    for name, setting in setup.flags.items():
         if name in WAYS_TO_NAME:
-            notes += _model(name, told, said, flags)
-        elif name not in said:
-            if not (told.filled and name in _TOGETHER and chosen):
-                (filled if told.filled else flags)[name] = told.value
-                notes += [told.note] if told.note else []
-        elif not told.filled and said[name] not in (told.value, *told.also):
-            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {said[name]}", where, told))
-        elif name == "engine" and not told.filled and said[name] != told.value:
-            notes.append(f"{told.key} makes the engine {told.value}; the answer is for --engine {said[name]} instead")
-    return Taken(flags, filled, tuple(notes))
+            notes += _model(name, setting, by_user, flags)
+        elif name not in by_user:
+            if not (setting.filled and name in _TOGETHER and chosen):
+                (filled if setting.filled else flags)[name] = setting.value
+                notes += [setting.note] if setting.note else []
+        elif not setting.filled and by_user[name] not in (setting.value, *setting.also):
+            raise SpecError(_contradiction(f"--{name.replace('_', '-')} {by_user[name]}", where, setting))
+        elif name == "engine" and not setting.filled and by_user[name] != setting.value:
+            notes.append(f"{setting.key} makes the engine {setting.value}; the answer is for --engine {by_user[name]} instead")
+    return RequestSettings(flags, filled, tuple(notes))
 
 
-def _asked(setup: Setup, said: Mapping[str, object], where: str) -> Iterator[str]:
+def _answered_asks(setup: Setup, by_user: Mapping[str, object], where: str) -> Iterator[str]:
     for name, why in setup.asks.items():
-        if name not in said:
+        if name not in by_user:
             raise SpecError(f"{where}: {why}")
-        yield f"{why.partition(';')[0]}: the answer is for --{name.replace('_', '-')} {said[name]} instead"
+        yield f"{why.partition(';')[0]}: the answer is for --{name.replace('_', '-')} {by_user[name]} instead"
 
 
-def _model(name: str, told: Told, said: Mapping[str, object], flags: dict[str, object]) -> Iterator[str]:
+def _model(name: str, setting: Setting, by_user: Mapping[str, object], flags: dict[str, object]) -> Iterator[str]:
     """Take the file's model unless the user's flags name one, and yield the notes."""
-    mine = next((key for key in WAYS_TO_NAME if key in said), None)
+    mine = next((key for key in WAYS_TO_NAME if key in by_user), None)
     if mine is None:
-        flags[name] = told.value
-        yield from [told.note] if told.note else []
-    elif said[mine] != told.value:
-        yield f"{told.key} is {shown(told.value)}, but --{mine} replaces it"
+        flags[name] = setting.value
+        yield from [setting.note] if setting.note else []
+    elif by_user[mine] != setting.value:
+        yield f"{setting.key} is {shown(setting.value)}, but --{mine} replaces it"
 
 
-def _contradiction(mine: str, where: str, told: Told) -> str:
-    value = str(told.value).lower() if isinstance(told.value, bool) else told.value
-    return f"{mine} contradicts {where}, where {told.key} makes it {value}; leave one of them out"
+def _contradiction(mine: str, where: str, setting: Setting) -> str:
+    value = str(setting.value).lower() if isinstance(setting.value, bool) else setting.value
+    return f"{mine} contradicts {where}, where {setting.key} makes it {value}; leave one of them out"
 
 
 def own_tensor_parallelism(key: str, ways: int) -> str:
@@ -150,12 +150,12 @@ def own_tensor_parallelism(key: str, ways: int) -> str:
     )
 
 
-def option_taken(name: str, told: Told, mine: object, default: object, where: str, *, chosen: bool) -> object:
+def option_value(name: str, setting: Setting, mine: object, default: object, where: str, *, chosen: bool) -> object:
     """Return the value of an engine's option: the file's, unless a flag or `--set` gives another."""
     if mine == default and not chosen:
-        return told.value
-    if mine != told.value and not told.filled:
-        raise SpecError(_contradiction(f"--set {name}={mine}", where, told))
+        return setting.value
+    if mine != setting.value and not setting.filled:
+        raise SpecError(_contradiction(f"--set {name}={mine}", where, setting))
     return mine
 
 
@@ -418,8 +418,8 @@ class Reading:
 
     def __init__(self, table: Table, folder: Path = Path()) -> None:
         self.table, self.folder = table, folder
-        self.flags: dict[str, Told] = {}
-        self.options: dict[str, Told] = {}
+        self.flags: dict[str, Setting] = {}
+        self.options: dict[str, Setting] = {}
         self.asks: dict[str, str] = {}
         self.notes: list[str] = []
         self.deepspeed: DeepSpeedPart | None = None
@@ -431,47 +431,47 @@ class Reading:
         self.compiled = ""
         """The key that compiles the model as a whole."""
 
-    def tell(
+    def set(
         self, flag: str, key: str, value: object, *, filled: bool = False, also: tuple[object, ...] = (), note: str = ""
     ) -> None:  # fmt: skip
         """Set a flag from a key of the file."""
-        self.flags[flag] = Told(self.table.name(key), value, filled or key in self.table.left_out, also, note)
+        self.flags[flag] = Setting(self.table.name(key), value, filled or key in self.table.left_out, also, note)
 
-    def tell_offload(self, key: str) -> None:
+    def set_offload(self, key: str) -> None:
         """Set offloading of parameters, gradients and optimizer states to host memory."""
         for name in ("offload_optimizer", "offload_param"):
-            self.tell(name, key, "cpu")
+            self.set(name, key, "cpu")
 
     def number(self, flag: str, *keys: str, default: int | None = None, times: int = 1) -> int | None:
         """Set a flag to the count under the first of ``keys`` in the file, or to the program's default; returns the count."""
         key = next((one for one in keys if self.table.data.get(one) is not None), keys[0])
-        said = self.table.count(key)
-        value = default if said is None else said
+        given = self.table.count(key)
+        value = default if given is None else given
         if value is not None:
-            self.tell(flag, key, value * times, filled=said is None)
+            self.set(flag, key, value * times, filled=given is None)
         return value
 
-    def tell_pairs(self) -> None:
+    def set_pairs(self) -> None:
         """Double the sequences of a micro-batch: a pair is a chosen and a rejected one."""
         self.pairs = True
         size = self.flags["micro_batch"]
         self.flags["micro_batch"] = size._replace(value=2 * int(str(size.value)))
 
-    def tell_liger(self, *parts: str, key: str, loss: bool) -> None:
+    def set_liger(self, *parts: str, key: str, loss: bool) -> None:
         """Set the parts that run in Liger's kernels, by RecipeSpec's names; ``loss``: head and loss are fused too."""
         if parts:
-            self.tell("fused_kernels", key, ",".join(parts), note=f"{self.table.name(key)}: {_LIGER}")
+            self.set("fused_kernels", key, ",".join(parts), note=f"{self.table.name(key)}: {_LIGER}")
         if loss:
-            self.tell("loss", key, "fused", filled=True)
+            self.set("loss", key, "fused", filled=True)
 
-    def tell_frozen_tower(self, key: str) -> None:
+    def set_frozen_tower(self, key: str) -> None:
         """Freeze vision tower and projector if a switch says so and the model is not known to have none."""
         model = self.known_model()
-        said = self.table.get(key)
-        if said and str(said).lower() != "false" and (model is None or model.vision is not None):
-            self.tell("freeze", key, "tower,projector")
+        given = self.table.get(key)
+        if given and str(given).lower() != "false" and (model is None or model.vision is not None):
+            self.set("freeze", key, "tower,projector")
 
-    def tell_largest_image(self, table: Table, *, pixels: str, tokens: str = "") -> None:
+    def set_largest_image(self, table: Table, *, pixels: str, tokens: str = "") -> None:
         """Set the size of an image to the largest that a key allows, if the file's model is known to resize images to a limit.
 
         ``pixels`` and ``tokens``: keys with the limit in pixels, and in tokens of the text.
@@ -481,29 +481,29 @@ class Reading:
         if vision is None or not vision.has_blocks or vision.fixed_size:
             return
         most, key = table.count(tokens) if tokens else None, tokens
-        if most is None and (said := table.count(pixels)) is not None:
-            most, key = said // (vision.patch_size * vision.merge_size) ** 2, pixels
+        if most is None and (given := table.count(pixels)) is not None:
+            most, key = given // (vision.patch_size * vision.merge_size) ** 2, pixels
         if most:
             width, height = vision.largest_image(most)
             note = f"{table.name(key)}: images are counted as large as it allows"
-            self.tell("image_size", key, f"{width}x{height}", filled=True, note=note)
+            self.set("image_size", key, f"{width}x{height}", filled=True, note=note)
 
-    def tell_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
+    def set_loop(self, key: str, workflow: str, *, alone: bool = False, **options: object) -> None:
         """Set the loop that the training step belongs to; the trainer's default replaces an option that is None.
 
         ``alone``: only the file's training step is known, and the other phases are not judged.
         """
-        said = {name: one for name, one in options.items() if one is not None}
-        self.loop = {"workflow": workflow, **said, **({"alone": True} if alone else {})}
+        given = {name: one for name, one in options.items() if one is not None}
+        self.loop = {"workflow": workflow, **given, **({"alone": True} if alone else {})}
         if not alone:
             self.notes.append(_LOOP.format(self.table.name(key), workflow))
 
-    def tell_log_probs(self, key: str, *, how: str = "tiles", note: str = "") -> None:
+    def set_log_probs(self, key: str, *, how: str = "tiles", note: str = "") -> None:
         """Set a loss of log-probabilities; ``how``: :data:`~zeroplan.spec.recipe.LogProbs`."""
-        self.tell("loss", key, "log-probs", filled=True, note=note)
-        self.tell("log_probs", key, how, filled=True)
+        self.set("loss", key, "log-probs", filled=True, note=note)
+        self.set("log_probs", key, how, filled=True)
 
-    def tell_compiled(self, table: Table, key: str, *, whole: bool = False) -> None:
+    def set_compiled(self, table: Table, key: str, *, whole: bool = False) -> None:
         """Note that the step is compiled, and that zeroplan counts it without the compiler; ``whole``: the model as one graph."""
         name = table.name(key)
         self.table.matters[name] = f"{name}={shown(table.data[key])}: {COMPILED}"
@@ -511,44 +511,44 @@ class Reading:
         if whole:
             self.compiled = name
 
-    def tell_cut_loss(self, key: str) -> None:
+    def set_cut_loss(self, key: str) -> None:
         """Set the fused loss for Cut Cross-Entropy, which never holds whole logits (cut_cross_entropy 25.1, cce.py).
 
         It keeps one number per token and computes both gradients in the backward; Liger's loss holds them from the forward on.
         """
-        self.tell("loss", key, "fused", filled=True, note=f"{self.table.name(key)} is counted as Liger's fused loss, {_CUT}")
+        self.set("loss", key, "fused", filled=True, note=f"{self.table.name(key)} is counted as Liger's fused loss, {_CUT}")
 
     def degree(self, flag: str, *keys: str) -> int:
         """Set a degree of parallelism above 1; returns the degree. Some programs write 1 as 0 or -1."""
         key = next((one for one in keys if self.table.data.get(one) is not None), keys[0])
-        said = self.table.get(key)
-        value = 1 if said in (None, 0, -1, "0", "-1", "none") else self.table.count(key) or 1
+        given = self.table.get(key)
+        value = 1 if given in (None, 0, -1, "0", "-1", "none") else self.table.count(key) or 1
         if value > 1:
-            self.tell(flag, key, value)
+            self.set(flag, key, value)
         return value
 
-    def tell_steps(self, key: str, total: int | None, each: int) -> None:
+    def set_steps(self, key: str, total: int | None, each: int) -> None:
         """Set the micro-batches of a step: ``total`` sequences, divided by the ``each`` that all ranks process at once."""
         if total is not None:
-            self.tell("grad_accum", key, max(1, -(-total // each)), filled=total % each != 0)
+            self.set("grad_accum", key, max(1, -(-total // each)), filled=total % each != 0)
 
-    def tell_model(self, key: str, named: str) -> None:
+    def set_model(self, key: str, named: str) -> None:
         """Set the model: a local folder with a config.json, or a name, or the last part of any other path."""
         folder = next((path for path in (Path(named), self.folder / named) if _holds_a_config(path)), None)
         if folder is not None:
-            self.tell("config", key, str(folder))
+            self.set("config", key, str(folder))
             return
         last = named.rstrip("/").rpartition("/")[2]
         is_path = named.startswith(("/", ".", "~")) or named.count("/") > 1
         note = f"{self.table.name(key)} is a path without a config.json here, and its last part is taken for the model's name"
-        self.tell("model", key, last if is_path else named, note=note if is_path else "")
+        self.set("model", key, last if is_path else named, note=note if is_path else "")
 
     def known_model(self) -> "ModelSpec | None":
         """Return the file's model if it is in the package's catalogue or written out; None if a ``config.json`` gives it."""
         from zeroplan.catalog.model import model  # noqa: PLC0415  few keys depend on the model
         from zeroplan.spec.model import ModelSpec  # noqa: PLC0415  as above
 
-        named = self.flags.get("model", Told("", None)).value
+        named = self.flags.get("model", Setting("", None)).value
         try:
             return model(named) if isinstance(named, str) else named if isinstance(named, ModelSpec) else None
         except ZeroplanError:
@@ -558,7 +558,7 @@ class Reading:
         """Note the keys whose effect on memory is not modelled, as Table.unmodelled."""
         self.table.unmodelled(saves=saves, adds=adds, either=either)
 
-    def _says(self, key: str) -> bool:
+    def _has_key(self, key: str) -> bool:
         """Whether the file itself has this dotted key."""
         data: object = self.table.said
         if key in self.table.data or key in self.table.said:
@@ -575,7 +575,7 @@ class Reading:
         """Count or note that a compiled backward returns all gradients at its end. FSDP2's hooks cut the graph at its units."""
         engine = self.flags["engine"].value if "engine" in self.flags else None
         if engine == "ddp":
-            self.options["ddp.compiled"] = Told(key, value=True)
+            self.options["ddp.compiled"] = Setting(key, value=True)
         elif engine in ("deepspeed", "fsdp1"):
             self.table.matters[key] += f"; {_AT_ONCE}"
             self.table.saves.discard(key)
@@ -591,7 +591,7 @@ class Reading:
             kind, self.flags, self.options, self.asks, notes, self.deepspeed, own_units=self.own_units, matters=matters,
             saves=frozenset(self.table.saves), head_rows=self.head_rows, pairs=self.pairs, loop=self.loop,
             layers_per_stage=self.layers_per_stage, pads=self._pads(kind),
-            used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._says(one.key))),
+            used=tuple(dict.fromkeys(one.key for one in (*self.flags.values(), *self.options.values()) if self._has_key(one.key))),
         )  # fmt: skip
 
 

@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 _ONE = threading.Lock()
 
 
-def report_of(said: Mapping[str, str]) -> bytes:
+def report_of(fields: Mapping[str, str]) -> bytes:
     """Return the job of the controls as one HTML file, as ``zeroplan report`` writes it."""
-    return report_html(resolved_of(said), command(said)).encode()
+    return report_html(resolved_of(fields), command(fields)).encode()
 
 
-def picture_of(said: Mapping[str, str]) -> bytes:
+def picture_of(fields: Mapping[str, str]) -> bytes:
     """Return a picture of the controls' job as SVG, as ``zeroplan plot`` draws it; the key ``picture`` selects the kind."""
     from zeroplan.report.plots.inline import svg  # noqa: PLC0415  the page starts without matplotlib
 
-    kind = said.get("picture", "")
+    kind = fields.get("picture", "")
     if kind not in PICTURES:
         raise SpecError(f"the page has no picture {kind!r}; it has {', '.join(PICTURES)}")
-    job = resolved_of({name: text for name, text in said.items() if name != "picture"}).job
+    job = resolved_of({name: text for name, text in fields.items() if name != "picture"}).job
     with _ONE:
         return svg(PICTURES[kind](job))
 

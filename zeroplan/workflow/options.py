@@ -58,7 +58,7 @@ class Option(NamedTuple):
     """verl's flag, if it has another name."""
 
 
-def _said(of: tuple[Name, ...], value: str, says: str, in_verl: str = "") -> Any:  # noqa: ANN401  the field's type
+def _flag(of: tuple[Name, ...], value: str, says: str, in_verl: str = "") -> Any:  # noqa: ANN401  the field's type
     return field(default=None, metadata={"option": Option(of, value, says, in_verl)})
 
 
@@ -69,53 +69,53 @@ _PPO: tuple[Name, ...] = ("ppo",)
 
 # fmt: off
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WorkflowOptions:
     """A workflow and its options; ``None`` is the trainer's default."""
 
     workflow: Name
-    teacher_model: str | None = _said(("distill",), "NAME", "The teacher model, from the catalogue (`zeroplan models`).")
-    precompute_ref_log_probs: bool | None = _said(
+    teacher_model: str | None = _flag(("distill",), "NAME", "The teacher model, from the catalogue (`zeroplan models`).")
+    precompute_ref_log_probs: bool | None = _flag(
         ("dpo", "kto"), "", "Score the data once before training. Training then has no reference model.")
-    sync_ref_model: bool | None = _said(
+    sync_ref_model: bool | None = _flag(
         ("dpo", "grpo"), "", "After some steps, mix the trained model's weights into the reference model's.")
-    beta: float | None = _said(("grpo",), "X", "Weight of the KL term. Above 0 there is a reference model. (default: 0)")
-    full_logits: bool | None = _said(
+    beta: float | None = _flag(("grpo",), "X", "Weight of the KL term. Above 0 there is a reference model. (default: 0)")
+    full_logits: bool | None = _flag(
         ("sft", "dpo", "kto", "grpo"), "",
         "The trainer makes the logits of all tokens at once, as ms-swift's and LLaMA-Factory's do; counted as cross-entropy's.")
-    max_completion_length: int | None = _said(
+    max_completion_length: int | None = _flag(
         ("sft", "dpo", "kto", "distill", "grpo"), "N",
         "Tokens of --seq-len that are scored; the rest is the prompt. (default: all but one; 512 if vLLM generates them)")
-    num_generations: int | None = _said(("grpo",), "N", "Completions per prompt. (default: 8)")
-    steps_per_generation: int | None = _said(("grpo",), "N", "Micro-batches per rollout. (default: --grad-accum)")
-    vllm_mode: Literal["colocate", "server"] | None = _said(
+    num_generations: int | None = _flag(("grpo",), "N", "Completions per prompt. (default: 8)")
+    steps_per_generation: int | None = _flag(("grpo",), "N", "Micro-batches per rollout. (default: --grad-accum)")
+    vllm_mode: Literal["colocate", "server"] | None = _flag(
         _VLLM, "colocate|server", "Where vLLM runs: on the training GPUs, or on other GPUs. (default: colocate)")
-    vllm_gpu_memory_utilization: float | None = _said(
+    vllm_gpu_memory_utilization: float | None = _flag(
         (*_VLLM, *_PPO), "X", "vLLM's share of a GPU's memory. (default: 0.3, ppo: 0.5)", in_verl="--gpu-memory-utilization")
-    vllm_tensor_parallel_size: int | None = _said(
+    vllm_tensor_parallel_size: int | None = _flag(
         (*_VLLM, *_PPO), "N", "GPUs that share vLLM's weights. (default: 1, ppo: 2)", in_verl="--tensor-model-parallel-size")
-    vllm_enable_sleep_mode: bool | None = _said(_VLLM, "", "vLLM sleeps while the model trains.")
-    vllm_sleep_level: int | None = _said(
+    vllm_enable_sleep_mode: bool | None = _flag(_VLLM, "", "vLLM sleeps while the model trains.")
+    vllm_sleep_level: int | None = _flag(
         _VLLM, "N", "What sleeping vLLM does with its weights: 2 drops them, 1 moves them to host memory. (default: 2)")
-    free_cache_engine: Literal["true", "false"] | None = _said(
+    free_cache_engine: Literal["true", "false"] | None = _flag(
         _PPO, "true|false", "vLLM sleeps while models train. (default: true)")
-    adv_estimator: Literal["gae", "grpo"] | None = _said(_PPO, "gae|grpo", "gae has a critic, grpo has none. (default: gae)")
-    use_kl_loss: bool | None = _said(_PPO, "", "A reference model, kept in host memory, scores every rollout.")
-    param_offload: bool | None = _said(_PPO, "", "Move actor and critic to host memory outside their own phases.")
-    optimizer_offload: bool | None = _said(_PPO, "", "Move their optimizers to host memory outside their own phases.")
-    ppo_max_token_len_per_gpu: int | None = _said(
+    adv_estimator: Literal["gae", "grpo"] | None = _flag(_PPO, "gae|grpo", "gae has a critic, grpo has none. (default: gae)")
+    use_kl_loss: bool | None = _flag(_PPO, "", "A reference model, kept in host memory, scores every rollout.")
+    param_offload: bool | None = _flag(_PPO, "", "Move actor and critic to host memory outside their own phases.")
+    optimizer_offload: bool | None = _flag(_PPO, "", "Move their optimizers to host memory outside their own phases.")
+    ppo_max_token_len_per_gpu: int | None = _flag(
         _PPO, "N", "Tokens of a micro-batch (use_dynamic_bsz), instead of --micro-batch and --seq-len.")
-    critic_micro_batch_size_per_gpu: int | None = _said(
+    critic_micro_batch_size_per_gpu: int | None = _flag(
         _PPO, "N", "The critic's sequences per micro-batch. (default: --micro-batch)")
-    critic_max_token_len_per_gpu: int | None = _said(
+    critic_max_token_len_per_gpu: int | None = _flag(
         _PPO, "N", "Tokens of the critic's micro-batch (use_dynamic_bsz). (default: --ppo-max-token-len-per-gpu)")
-    critic_recompute: Literal["none", "full"] | None = _said(
+    critic_recompute: Literal["none", "full"] | None = _flag(
         _PPO, "none|full", "The critic's activation checkpointing. (default: --recompute)")
-    log_prob_micro_batch_size_per_gpu: int | None = _said(
+    log_prob_micro_batch_size_per_gpu: int | None = _flag(
         _PPO, "N", "Sequences per scoring forward. (default: --micro-batch)")
-    entropy_from_logits_with_chunking: bool | None = _said(_PPO, "", "Compute the entropy 2,048 tokens at a time.")
-    update_weights_bucket_megabytes: int | None = _said(_PPO, "N", "Buffer that sends new weights to vLLM. (default: 2048)")
-    fsdp_cpu_ram_efficient_loading: bool | None = _said(_EVERY, "", "One process per node loads the weights for all its processes.")
-    full_state_dict: bool | None = _said(_EVERY, "", "Save a gathered full state dict instead of shards.")
+    entropy_from_logits_with_chunking: bool | None = _flag(_PPO, "", "Compute the entropy 2,048 tokens at a time.")
+    update_weights_bucket_megabytes: int | None = _flag(_PPO, "N", "Buffer that sends new weights to vLLM. (default: 2048)")
+    fsdp_cpu_ram_efficient_loading: bool | None = _flag(_EVERY, "", "One process per node loads the weights for all its processes.")
+    full_state_dict: bool | None = _flag(_EVERY, "", "Save a gathered full state dict instead of shards.")
     # fmt: on
 
     keeps_reference: bool = False
@@ -184,8 +184,8 @@ class Asked:
                 raise SpecError(why)
 
 
-OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(Asked) if "option" in one.metadata}
-"""Every option by its field in :class:`Asked`."""
+OPTIONS: dict[str, Option] = {one.name: one.metadata["option"] for one in fields(WorkflowOptions) if "option" in one.metadata}
+"""Every option by its field in :class:`WorkflowOptions`."""
 
 
 def flag_of(name: str, workflow: Name) -> str:

@@ -12,12 +12,12 @@ from zeroplan.engines.formulas import product
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.pipeline.lines import (
     accumulated,
+    accumulated_gradients,
     as_made,
     in_elements,
     kept_of_all,
     root_sizes,
     sizes_of_block,
-    taken_up,
     unsharded_parameters,
 )
 from zeroplan.engines.pipeline.passes import earlier_gradients
@@ -27,7 +27,7 @@ from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, OffGpu, Phase, total_bytes
 from zeroplan.numeric import Int
-from zeroplan.transformer.families.halves import SPLIT_BACKWARD, Halves, Point, Weights
+from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, Point, SplitBackward, Weights
 
 T = TypeVar("T")
 WAITING = "gradients that wait for the second half, of the blocks above"
@@ -72,7 +72,7 @@ def _gradients(n_bytes: Int) -> Line:
     return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, reason, product(1, n_bytes), SPLIT_BACKWARD)
 
 
-def _through(block: Halves, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
+def _through(block: SplitBackward, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
     """Yield the highest moment of a block without CUDA kernels' workspace, and all moments with such a workspace."""
     plain = [point for point in block.points if not _has_scratch(point)]
     for point in (
@@ -100,14 +100,14 @@ def _taking_up(plan: Plan, position: Position, state: State, alive: tuple[Line, 
     """Yield the moment when FSDP2 accumulates a block's gradients of an earlier second half, or casts the first ones."""
     if not state.fresh[state.chunk]:
         return
-    made = taken_up(plan, sizes_of_block(plan, position.run), first=not state.earlier[state.chunk])
+    made = accumulated_gradients(plan, sizes_of_block(plan, position.run), first=not state.earlier[state.chunk])
     lines = (*alive, *_gradients_left(plan, position, state, itself=False), made)
     yield Moment(f"backward: gradients of {position.name}, taken up", Phase.BACKWARD, lines)
 
 
 def _taking_up_root(plan: Plan, state: State, alive: tuple[Line, ...]) -> Iterator[Moment]:
     done = state.earlier[state.chunk]
-    made = taken_up(plan, root_sizes(plan), first=not done)
+    made = accumulated_gradients(plan, root_sizes(plan), first=not done)
     lines = (*alive, accumulated(plan, plan.every_layer, plan.trained_outside if done else ()), made)
     yield Moment("backward: gradients of the root group, taken up", Phase.BACKWARD, lines)
 

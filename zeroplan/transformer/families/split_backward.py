@@ -49,7 +49,7 @@ class Weights(NamedTuple):
     """Bytes freed afterwards: the output gradient and the operator's saved tensors."""
 
 
-class Halves(NamedTuple):
+class SplitBackward(NamedTuple):
     """The two halves of the backward of one block, or of the layers after the blocks."""
 
     held: Int
@@ -83,12 +83,12 @@ def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
     return None
 
 
-def block_halves(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> Halves:
+def split_block(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> SplitBackward:
     """Return the two halves of one block in a run of dense blocks."""
     x = widths(model, compute, batch)
     planned = _plan_of(*structure_and_order(model, run, compute, batch))
     numel = tuple(_modules(run.parameters).values())
-    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), numel)
+    return _split_backward(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), numel)
 
 
 def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
@@ -100,12 +100,12 @@ def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch
     return structure, tuple([as_run.index(name) for name in modules])
 
 
-def head_halves(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> Halves:
+def split_ending(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute, batch: Batch) -> SplitBackward:
     """Return the two halves of final norm, head and loss, whose parameters are ``tail``."""
     x = widths(model, compute, batch)
     modules = _modules(tail)
     planned = _plan_of(ending_of(model, compute, x, "full"), tuple(range(len(modules))))
-    return _halves(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
+    return _split_backward(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
 
 
 def _modules(parameters: tuple[Parameter, ...]) -> dict[str, int]:
@@ -122,7 +122,7 @@ def _for_all(found: object) -> bool:
     return bool(found.all()) if hasattr(found, "all") else bool(found)
 
 
-def _halves(planned: _Planned, values: Values, numel: tuple[int, ...]) -> Halves:
+def _split_backward(planned: _Planned, values: Values, numel: tuple[int, ...]) -> SplitBackward:
     sizes = Sizes(planned.plan, values)
     points = tuple([Point(one.name, sizes.lines(one.stores)) for one in planned.plan.points])
     weights = tuple(
@@ -131,7 +131,7 @@ def _halves(planned: _Planned, values: Values, numel: tuple[int, ...]) -> Halves
             for elements, (name, beside, freed) in zip(numel, planned.weights, strict=True)
         ]
     )
-    return Halves(sizes.total(planned.held), points, weights)
+    return SplitBackward(sizes.total(planned.held), points, weights)
 
 
 @lru_cache(maxsize=256)
