@@ -319,6 +319,7 @@ def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], 
     """A layer keeps a byte and a 32nd for each element of its input, and twice that for its weight.
 
     It no longer keeps the input in 16 bits, which three projections of attention share. Attention's kernel keeps its output.
+    AutoModel's own benchmarks with MXFP8 took more, so that the key stays open.
     """
 
     def of(more: dict[str, Any], **said: Any) -> Resolved:
@@ -329,7 +330,9 @@ def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], 
 
     plain, narrow = of({}).job, of({"te_fp8": {"recipe": "mxfp8"}}).job
     assert set(narrow.recipe.fused_parts) - set(plain.recipe.fused_parts) == {"te-float8"}
-    assert not read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    matters = read_setup(tmp_path / "mine.yaml", gpus=None).matters
+    assert set(matters) == {"model.backend.te_fp8.recipe"}
+    assert "too low" in matters["model.backend.te_fp8.recipe"]
     assert_explained(estimate(narrow))
     before, after = (
         sum(int(line.n_bytes) for line in estimate(job).peak.lines if "saved by all blocks" in line.reason)

@@ -469,6 +469,8 @@ def _auto_te_float8(reading: Reading, parts: list[str]) -> list[str]:
     if not counted or {"lora_rank", "tensor_parallel"} & flags.keys() or (model is not None and model.moe is None):
         reading.unmodelled(either=key)
         return []
+    if recipe == "mxfp8":  # its own benchmark files give peaks that are 11 and 23 % higher, for reasons not found
+        reading.unmodelled(adds=key)
     reading.notes.append(_TE_FLOAT8.format(key))
     return ["te-float8"]
 
