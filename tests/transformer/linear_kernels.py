@@ -58,7 +58,7 @@ def releases() -> dict[str, str]:
 
 
 class _Launcher:
-    """A kernel: ``kernel[grid](...)`` does nothing. It stays the function that was decorated, for whoever inspects it."""
+    """A kernel: ``kernel[grid](...)`` does nothing. It keeps the decorated function, whose arguments the packages inspect."""
 
     def __init__(self, function: object) -> None:
         self.fn, self.arg_names = function, ()

@@ -107,7 +107,7 @@ class Held(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def chosen(factors: tuple[Matrix, ...]) -> tuple[Placements, ...]:
-    """Return the placements of the product and of each factor. Of three factors, the first is added to the others' product."""
+    """Return the placements of the result and of each factor. With three factors, the result is ``first + second @ third``."""
     are_sharded = any(place in _SHARDED for one in factors for place in one.places)
     ways = [one for one in _WAYS if are_sharded or not set(one).intersection(_SHARDED)]
     best, best_time, stays = None, inf, None

@@ -66,7 +66,7 @@ FUSED = (
     "compiled-loss", "narrow-loss", "in-place-loss", "gathered-logits", "prime-rl-experts",
 )  # fmt: skip
 LinearAttention = Literal["kernels", "torch"]
-#: The part that these kernels run, among the others that fused kernels replace (:attr:`Compute.fused`).
+#: The name of linear attention by kernels among the parts that fused kernels replace (:attr:`Compute.fused`).
 LINEAR_KERNELS: Final = "linear-kernels"
 #: Of these, what runs the loss over all logits.
 OF_LOSS = ("cross-entropy", "loss-in-pieces", "compiled-loss", "narrow-loss", "in-place-loss")

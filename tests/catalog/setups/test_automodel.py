@@ -224,7 +224,7 @@ def test_automodels_training_loop_holds_the_logits(read: Callable[..., Resolved]
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_automodels_muon_is_dions(read: Callable[..., Resolved], ranks: int):
-    """It updates the blocks' matrices, and AdamW the rest, under FSDP2, as which one GPU is counted."""
+    """Muon updates the matrices of blocks, AdamW everything else. One GPU counts as FSDP2 on one rank."""
     said = {"optimizer": {"_target_": "dion.Muon", "lr": 5e-4}, "distributed": {"strategy": "fsdp2", "dp_size": ranks}}
     job = read(AUTO | said).job
     assert (job.recipe.optimizer, job.recipe.engine, job.mesh.dp_shard) == ("dion-muon", "fsdp2", ranks)

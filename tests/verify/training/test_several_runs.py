@@ -90,15 +90,15 @@ JOBS = {
 
 @pytest.mark.parametrize("name", JOBS)
 def test_many_adapters_take_what_is_estimated(name: str):
-    asked = JOBS[name]
+    assert_as_estimated(JOBS[name], SEGMENT)
+
+
+def assert_as_estimated(asked: JobSpec, within: int) -> None:
+    """Demand that the run agrees with the estimate, and its reserved memory with the replay within this many bytes."""
     measured = on_the_fake_gpu(run, asked)
     compared = compare_with_estimate(measured)
     assert all(abs(one.difference) < SMALL for one in (compared.peak, *compared.phases)), (compared.peak, compared.phases)
     assert all(row.difference == 0 for row in compared.collectives), compared.collectives
-    check_replays(asked, measured, SEGMENT)
-
-
-def check_replays(asked: JobSpec, measured: Measurement, within: int) -> None:
     for one in measured.allocator:
         shown = StepReplay(asked).replayed(one.settings)
         assert abs(shown.reserved_bytes - one.reserved_bytes) <= within, (shown, one)
@@ -141,9 +141,4 @@ OF_EXPERTS = {
 @pytest.mark.parametrize("name", OF_EXPERTS)
 def test_their_experts_take_what_is_estimated(name: str):
     """Replays of these small steps differ by up to three segments of 2 MiB."""
-    asked = OF_EXPERTS[name]
-    measured = on_the_fake_gpu(run, asked)
-    compared = compare_with_estimate(measured)
-    assert all(abs(one.difference) < SMALL for one in (compared.peak, *compared.phases)), (compared.peak, compared.phases)
-    assert all(row.difference == 0 for row in compared.collectives), compared.collectives
-    check_replays(asked, measured, 3 * SEGMENT)
+    assert_as_estimated(OF_EXPERTS[name], 3 * SEGMENT)

@@ -227,7 +227,7 @@ def _made(plan: Plan, ranks: Int, micro_batches: Int) -> Courses:
 
 
 class Highest(NamedTuple):
-    """The moments of which one is the highest, and for every job of a column the index of its own."""
+    """The candidates for the highest moment, and for every job of a column the index of its highest one."""
 
     each: tuple[Seen, ...]
     at: Int

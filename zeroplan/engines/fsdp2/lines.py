@@ -91,7 +91,7 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
 def _cast_alone(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     """Return the casts or copies of a single rank beside its unsharded parameters. [bytes]
 
-    Frozen weights beside adapters are not cast, and the others are small. From host memory they are copied uncast. The copies are
+    Frozen weights beside adapters are not cast, and the adapters are small. From host memory they are copied uncast. The copies are
     on the compute stream, which reuses their memory. Only a layer's experts are blocks so large that the allocator finds no other
     use for them (replayed: DeepSeek-V3 on one rank reserves more than one such block beside the sum of its streams).
     """

@@ -149,13 +149,19 @@ def _with_experts(
     last = [one.numel for one in plan.runs[run].parameters if one.active_share == (1, 1)][-1]
     made = maximum(width * others.numel, reduce_output_bytes(plan, others) + named_bytes(plan, width, last))
     copied = _of(
-        Kind.UNSHARDED_GRADIENTS, made, "the others' while copied in, or the reduce-scatter output and the last of them"
+        Kind.UNSHARDED_GRADIENTS,
+        made,
+        "gradients beside its experts while copied in, or the reduce-scatter output and the last gradient",
     )
     into = plain(reduce_input(plan, others, "reduce-scatter input of what is not the experts'"))
     yield Moment(f"reducing {name} beside its experts", Phase.BACKWARD, (*alive, *theirs, *waiting, into, copied))
-    shards = _of(Kind.GRADIENTS, plan.width.stored * others.shard, "this rank's chunk of the others' gradients")
+    shards = _of(Kind.GRADIENTS, plan.width.stored * others.shard, "this rank's chunk of the gradients beside its experts")
     apart_too = 0 if plan.reduce_bytes == plan.width.stored else plan.reduce_bytes  # the all-reduce's own is a copy then
-    held = _of(Kind.REDUCE, plan.replicated * apart_too * others.shard, "the others' all-reduce over replicas, held")
+    held = _of(
+        Kind.REDUCE,
+        plan.replicated * apart_too * others.shard,
+        "all-reduce over replicas of the gradients beside its experts, held",
+    )
     into = _of(Kind.REDUCE, plan.reduce_bytes * apart.padded, "reduce-scatter input of its experts")
     yield Moment(
         f"reducing the experts of {name}",

@@ -853,15 +853,20 @@ def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
         held = tape.make(LOGITS, "some columns' logits and their gradients", (12 + 2 * e) * piece, OF_COLUMNS)
         beside = tape.make(GRADIENT, "gradient of the head's input, from some columns", e * T * h, OF_COLUMNS)
         tape.drop(held, beside, *weight)
-        if not ending.frozen_head:
-            tape.weight_gradient(h * V)
-        if tape.follows(read):
-            return [(read, made)]
-        tape.drop(made)
-        return []
+        return _gradients_of_head(tape, read, made, ending)
 
     tape.add("log-probabilities", (loss,), (read, labels, scores), backward, of=None, place=AT_LOSS)
     return _Ran(loss, (labels, scores), (labels, scores))
+
+
+def _gradients_of_head(tape: Tape, read: Value, made: Store, ending: Ending) -> Arriving:
+    """Make the gradient of a trained head's weight. Pass on ``made``, the gradient of its input, or free it if nobody needs it."""
+    if not ending.frozen_head:
+        tape.weight_gradient(h * V)
+    if tape.follows(read):
+        return [(read, made)]
+    tape.drop(made)
+    return []
 
 
 def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
@@ -883,12 +888,7 @@ def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
             tape.make(LOGITS, "two pieces of the gradient of the logits", 2 * e * _COLUMNS_OF_VERL * T, OF_KERNELS),
             tape.make(GRADIENT, "gradient of the head's input, a piece's part", e * T * h, OF_KERNELS),
         )
-        if not ending.frozen_head:
-            tape.weight_gradient(h * V)
-        if tape.follows(read):
-            return [(read, made)]
-        tape.drop(made)
-        return []
+        return _gradients_of_head(tape, read, made, ending)
 
     tape.add("log-probabilities", (loss,), (read, labels, rows), backward, of=None, place=AT_LOSS)
     return _Ran(loss, (labels, rows), (labels, rows))

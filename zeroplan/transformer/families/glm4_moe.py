@@ -2,7 +2,7 @@
 
 GLM-4 MoE rotates half of each head; its larger models also normalise queries and keys over each head. Every layer of Solar Open
 has experts. Hunyuan 3 adds the outputs of routed and shared experts in fp32. In K-EXAONE every fourth layer has full attention
-without rotary positions; the others have a sliding window.
+without rotary positions, and all other layers have a sliding window.
 """
 
 from functools import partial

@@ -273,7 +273,7 @@ class Marks:
         self.owners: tuple[Owner, ...] = ()
         """Modules with weights whose forward runs now, outer modules first."""
         self.in_leaf = False
-        """The innermost of them stands for all modules inside it."""
+        """Whether the innermost of these modules owns the operators of all modules inside it."""
         self.returned = set[Owner]()
         """Modules whose backward has begun."""
 
