@@ -29,7 +29,7 @@ def makers_of(*, splits: bool) -> dict[str, Maker]:
     """Return the function that makes the moments of each kind of pass; ``splits``: backwards are split in two halves."""
     makers: dict[str, Maker] = {"forward": through, "backward": through, "reducing": reducing}
     if splits:
-        from zeroplan.engines.pipeline.split_backward import first_half, second_half  # noqa: PLC0415  the other schedules' answers need not wait
+        from zeroplan.engines.pipeline.split_backward import first_half, second_half  # noqa: PLC0415  keeps start-up fast
 
         makers |= {"input": first_half, "weights": second_half}
     return makers
