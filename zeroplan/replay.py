@@ -7,10 +7,11 @@ after the product's output. Recorded runs on fake tensors are replayed with the 
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 from zlib import crc32
 
-from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
+from zeroplan.allocator import CachingAllocator, CardFullError, Chunk, counted_bytes
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
 from zeroplan.engines.requests import first_requests_of, refuse_unwritten, requests_of
@@ -156,6 +157,18 @@ class StepReplay:
         splits = max(mesh.tp, mesh.cp, mesh.pp, mesh.ep) > 1
         lags = recipe.engine == "deepspeed" and own_pools(recipe) != ONE_POOL
         return not (splits or lags or self.job.model.is_quantised)
+
+    def fits(self, room_bytes: int, settings: AllocatorSettings = "default") -> bool:
+        """Whether the steps have enough memory if the allocator may reserve at most ``room_bytes``."""
+        shortest = self if "log" in vars(self) or self._first is None else self._first
+        return shortest.held_bytes <= room_bytes and self.on_card(room_bytes, settings).fits
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """The most that the requests hold at a time, in the allocator's units. No allocator can reserve less. [bytes]"""
+        unrecorded = self._unrecorded
+        sizes = [0 if at in unrecorded else counted_bytes(one.n_bytes) for at, one in enumerate(self.log.requests)]
+        return max(accumulate(sizes[event] if event >= 0 else -sizes[-1 - event] for event in self.log.events), default=0)
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
         """The result of the steps if the allocator may reserve at most ``room_bytes``."""

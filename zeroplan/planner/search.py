@@ -16,7 +16,7 @@ from zeroplan.engines.reserved_shares import shares_of, with_missed
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
-from zeroplan.memo import remembering
+from zeroplan.memo import recalled, remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.degrees import degrees_of, scheduled
@@ -214,14 +214,10 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
-    fitting = _resharded(recipe, grid)
-    tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
-    grid = grid.only(fitting)
-    if split.ep > 1 and base.model.moe is not None and recipe.engine == "fsdp2":
-        sharing, widths_along = grid.dp_shard * (grid.cp * grid.tp), widths_of_experts(base.model)
-        even = np.asarray(shards_of_experts_are_even(base.model.moe.num_experts, widths_along, sharing, grid.ep))
-        tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
-        grid = grid.only(even)
+    for rule, runs in (Rule.RESHARDING, _resharded), (Rule.EXPERTS, _with_even_experts):
+        if recipe.engine == "fsdp2" and (fitting := runs(base, recipe, grid)) is not None:
+            tally.cut(rule, grid.layouts - grid.only(fitting).layouts)
+            grid = grid.only(fitting)
     if split.pp > 1:
         grid = _runnable_batches(grid, recipe, fixed, tally)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
@@ -234,12 +230,21 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
             for program, part in _programs(base, fixed, recipe, grid) if grid.layouts else ():
-                one = evaluated(base, program, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
+                one = _once(space, program, part, ranks)
                 tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
                 if one.grid.layouts:
                     yield one
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
+
+
+def _once(space: _Space, recipe: RecipeSpec, grid: Grid, ranks: "Weigher | None") -> Found:
+    """Return a structure's figures. A wide search meets those of the narrow one again."""
+    reach = not space.whatever_weighs
+    return recalled(
+        lambda: (evaluated, space.base, recipe, grid.key, space.mfu, reach),
+        lambda: evaluated(space.base, recipe, grid, mfu=space.mfu, ranks=ranks, reach=reach),
+    )
 
 
 def _near(bounds: Bounds, space: _Space, recipe: RecipeSpec, grid: Grid, quickest: float) -> Grid:
@@ -317,12 +322,18 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
     return whole > gpu.memory_bytes.value or stepped > 2 * gpu.memory_bytes.value
 
 
-def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
-    """Whether ``reshard_after_forward`` as a number is possible: a proper factor of the sharding ranks."""
+def _resharded(_: JobSpec, recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_] | None:
+    """Whether ``reshard_after_forward`` as a number is possible, a proper factor of the sharding ranks; None if it is no number."""
     ways = ways_of_resharding(recipe.fsdp2)
-    if recipe.engine != "fsdp2" or ways is None:
-        return np.ones_like(grid.dp_shard, dtype=np.bool_)
-    return np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
+    return None if ways is None else np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
+
+
+def _with_even_experts(base: JobSpec, _: RecipeSpec, grid: Grid) -> NDArray[np.bool_] | None:
+    """Whether the ranks with the same experts shard them evenly; None without expert parallelism."""
+    if base.model.moe is None or grid.ep == 1:
+        return None
+    sharing, widths_along = grid.dp_shard * (grid.cp * grid.tp), widths_of_experts(base.model)
+    return np.asarray(shards_of_experts_are_even(base.model.moe.num_experts, widths_along, sharing, grid.ep), dtype=np.bool_)
 
 
 def evaluated(
