@@ -428,7 +428,7 @@ def _numbers(base: JobSpec, fixed: Fixed, degrees: Degrees, *, several: bool) ->
 
 
 def _replicas(gpus: int, fixed: Fixed, *, several: bool) -> Column:
-    """Return numbers of replicas that divide the GPUs and leave at least two sharding ranks; only the requested or 1 if not several."""
+    """Return numbers of replicas that divide the GPUs and leave at least two sharding ranks; 1 unless there may be ``several``."""
     if fixed.dp_replicate is not None:
         return np.array([fixed.dp_replicate], dtype=np.int64)
     return _divisors(gpus, gpus // 2) if several else np.ones(1, dtype=np.int64)

@@ -1,6 +1,6 @@
 """Requests and releases of memory in the order in which a program makes them."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.ledger import Among, Collective, Kind, Line, Phase
@@ -94,6 +94,21 @@ class Log:
         released = [-1 - event for event in events if event < 0]
         waits = any(at >= start[0] for at in self.waits) or any(place in own for place in self.marked)
         return None if waits or sorted(released) != [*own] else Part(start, self.ends)
+
+    def stretches(self, cut: int) -> Iterator[tuple[int, int, Part | None]]:
+        """Yield the log in stretches, each with its first event, its end, and the part that it is a copy of, or that was copied.
+
+        None of them begins before the event ``cut`` and ends after it.
+        """
+        begin = {part.start[0]: part for part in self.repeated.values()} | self.repeated
+        at = 0
+        for start in sorted({*begin, cut, len(self.events)}):
+            if at < start:
+                yield at, start, None
+                at = start
+            if start in begin:
+                at += begin[start].stop[0] - begin[start].start[0]
+                yield start, at, begin[start]
 
     def repeat(self, part: Part, step: int) -> None:
         """Write a part again, in another step."""
