@@ -12,9 +12,9 @@ from tests.engines.columns import Columns, assert_is_its_points
 from tests.engines.test_megatron import JOBS
 from tests.measured import megatron_golden
 from zeroplan import estimate, job
-from zeroplan.engines.megatron import account, whole_matrices
+from zeroplan.engines.megatron import account
 from zeroplan.engines.megatron.rank import rank_of
-from zeroplan.engines.megatron.whole_matrices import dealt_out, placed
+from zeroplan.engines.megatron.whole_matrices import dealt_out, matrices_of, others_of, placed
 from zeroplan.ledger import Kind
 
 #: Qwen3 8B's matrices of a layer, and GPT-2 XL's with one more of an odd size.
@@ -70,10 +70,10 @@ def test_experts_have_buffers_of_their_own_where_their_ranks_differ() -> None:
     assert rank.padding == beside.buffer - beside.elements + experts.buffer - experts.elements
 
 
-def test_a_rank_without_a_layout_holds_what_a_run_of_megatron_lm_held() -> None:
-    """One of four ranks has the 870,706,176 bytes that Megatron-LM's own test logged between steps, within 0.01 %.
+def test_the_last_rank_without_a_layout_holds_what_a_run_of_megatron_lm_held() -> None:
+    """Megatron-LM's own test logged 870,706,176 bytes between steps, on its last rank of four: 0.2 % more.
 
-    The run does not name its rank. The fullest one has the embedding, and 36 % more.
+    The fullest rank has the embedding's states, and a third more.
     """
     run = next(one for one in megatron_golden.kept() if one.name.endswith("dist_dist_muon_1node"))
     asked = megatron_golden.job_of(run._replace(arguments={}))
@@ -81,15 +81,14 @@ def test_a_rank_without_a_layout_holds_what_a_run_of_megatron_lm_held() -> None:
         asked, recipe=replace(asked.recipe, megatron=replace(asked.recipe.megatron, use_layer_wise_param_layout=False))
     )
     rank, answer = rank_of(0, asked), estimate(asked)
-    chunks = [whole_matrices.matrices_of(counts, asked, 4, first=True) for counts in rank.each]
-    others = list(whole_matrices.others_of(rank.each, asked, first=True, last=True))
-    tensors = [(prod(shape), True) for shape in chain(*(beside for beside, _ in chunks))] + [(each, False) for each in others]
+    chunks = [matrices_of(counts, asked, 4, first=True) for counts in rank.each]
+    tensors = [(prod(shape), True) for shape in chain(*(beside for beside, _ in chunks))]
+    tensors += [(each, False) for each in others_of(rank.each, asked, first=True, last=True)]
     experts = sum(map(prod, chain(*(routed for _, routed in chunks))))
-    besides = sum(int(line.n_bytes) for line in answer.held if line.kind is not Kind.OPTIMIZER_STATE)
-    step = megatron_golden.held_at_step(answer) - sum(int(line.n_bytes) for line in answer.held)
-    ranks = [besides + step + 8 * (muon + experts) + 12 * adam for muon, adam in dealt_out(tensors, 4)]
-    assert min(abs(each / run.held - 1) for each in ranks) < 1e-4
-    assert max(ranks) / run.held > 1.3
+    beside = megatron_golden.held_between_steps(answer) - _held(answer, Kind.OPTIMIZER_STATE)
+    ranks = [beside + 8 * (muon + experts) + 12 * adam for muon, adam in dealt_out(tensors, 4)]
+    assert -0.0025 < ranks[-1] / run.held - 1 < 0
+    assert max(ranks) > 1.3 * run.held
 
 
 @pytest.mark.parametrize("overlaps", [False, True])

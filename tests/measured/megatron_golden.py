@@ -422,15 +422,21 @@ def scored(run: Run) -> Scored:
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = more_than_default(run)
-    held = held_at_step(answer) + _left_gathered(answer, run)
+    held = held_between_steps(answer) + _left_gathered(answer, run)
     reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
     return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
 
 
-def held_at_step(answer: Estimate) -> int:
-    """Return what is allocated at the optimizer's step, without gathered weights. [bytes]"""
+def held_between_steps(answer: Estimate) -> int:
+    """Return what is allocated at the optimizer's step, without gathered weights and without Muon's iterates. [bytes]
+
+    Adam's copies of gradients stay until the gradients are set to zero.
+    """
     step = next(moment.lines for moment in answer.moments if moment.phase is Phase.STEP)
-    return sum(int(line.n_bytes) for line in step if line.kind is not Kind.UNSHARDED_PARAMETERS)
+    gone = [Kind.UNSHARDED_PARAMETERS]
+    if answer.job.recipe.optimizer == "muon":
+        gone.append(Kind.OPTIMIZER_TEMPORARY)
+    return sum(int(line.n_bytes) for line in step if line.kind not in gone)
 
 
 def _left_gathered(answer: Estimate, run: Run) -> int:
