@@ -59,10 +59,10 @@ class MicroBatch:
         """Run forward, loss and backward."""
         self.forward()
         self.loss()
-        if self.plan.chunks_apart:
+        if self.plan.chunks_apart and self.ends is not None:
             from zeroplan.engines.fsdp2.torchtitan import run_chunks  # noqa: PLC0415  only its jobs pay for it
 
-            run_chunks(self)
+            run_chunks(self, self.ends.head)
         else:
             self.backward_of_the_ending()
         self.blocks_backward()

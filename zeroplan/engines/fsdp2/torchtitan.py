@@ -29,6 +29,7 @@ from zeroplan.transformer.families.widths import Widths, widths
 from zeroplan.transformer.symbols import T
 
 if TYPE_CHECKING:
+    from zeroplan.engines.fsdp2.runtime import Unit
     from zeroplan.engines.fsdp2.step import MicroBatch
 
 LOSS = "torchtitan 0.2.2, components/loss.py, cross_entropy_loss"
@@ -132,7 +133,7 @@ def _chunked(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPass
     forward += (_logits(one, vocab, "logits of the chunk before, until the next ones exist"),) * compiled
     *loop, mask = _held_since_0_3(x, batch)
     incoming, through = _logits(one, vocab, "gradient of a chunk's logits"), _flowing(one, "gradient of a chunk's input")
-    named = () if logits in kept else (logits,)
+    named: tuple[Line, ...] = () if logits in kept else (logits,)
     forward, named, kept, gradients, one_chunk = map(
         _of_a_chunk, (forward, named, kept, gradients, (logits, incoming, through))
     )
@@ -189,41 +190,53 @@ def _held_since_0_3(x: Widths, batch: Batch) -> tuple[Line, ...]:
     return held, earlier, documents
 
 
-def run_chunks(run: "MicroBatch") -> None:
+def run_chunks(run: "MicroBatch", unit: "Unit") -> None:
     """Run the loss of 0.3 and the final norm's backward, where norm and head are a unit of their own.
 
     The head's gradient adds up in fp32. It is reduced with the last chunk, before the decoder's backward, which gathers the unit
     again for the norm and then reduces the norm's gradient.
     """
-    plan, trace, unit, (loss, head, norm) = run.plan, run.trace, run.ends.head, run.plan.head.points
     run.run.reshard(unit)
-    trace.put("of all chunks", *plan.head.saved, *plan.head.loss)
+    run.trace.put("of all chunks", *run.plan.head.saved, *run.plan.head.loss)
     run.run.pre_forward(unit)
     run.run.release_parked()
-    summed = Line(Kind.UNSHARDED_GRADIENTS, 4 * head.gradients, "the head's, added up", product(4, head.gradients), ACCUMULATED)
-    trace.put("head's gradient", summed)
+    _later_chunk(run)
+    _reduce_the_head(run, unit)
+    _backward_of_the_norm(run, unit)
+
+
+def _later_chunk(run: "MicroBatch") -> None:
+    """Run a chunk that is not the first, beside the gradient that earlier ones have left."""
+    plan, trace, (loss, head, _) = run.plan, run.trace, run.plan.head.points
+    trace.put("head's gradient", _of_the_head(plan.reduce_bytes, head, "the head's, added up", ACCUMULATED))
     trace.at("loss, forward", Phase.LOSS, of_forward=True)
     trace.pass_by(*plan.head.loss_forward)
     trace.at("backward of the loss", Phase.LOSS)
     trace.pass_by(*loss.lines)
     trace.at("backward of the head", Phase.BACKWARD)
-    n_bytes = plan.width.compute * head.gradients
-    one = Line(
-        Kind.UNSHARDED_GRADIENTS, n_bytes, "the head's, of one chunk", product(plan.width.compute, head.gradients), CHUNKED
-    )
-    trace.pass_by(*head.lines, one)
+    trace.pass_by(*head.lines, _of_the_head(plan.width.compute, head, "the head's, of one chunk", CHUNKED))
+
+
+def _of_the_head(width: int, head: BackwardPoint, reason: str, source: str) -> Line:
+    return Line(Kind.UNSHARDED_GRADIENTS, width * head.gradients, reason, product(width, head.gradients), source)
+
+
+def _reduce_the_head(run: "MicroBatch", unit: "Unit") -> None:
+    plan, trace, (logits, _, through), group = run.plan, run.trace, run.plan.head.points[1].lines, unit.parts.trained_group
     trace.at("backward: reducing the head", Phase.BACKWARD)
-    logits, _, through = head.lines
-    group = unit.parts.trained_group
     trace.put("reduce input of the head", buffers.reduce_input(plan, group, "reduce-scatter input of the head"))
-    n_bytes, formula = buffers.reduce_output_bytes(plan, group), f"{buffers.reduce_output_width(plan)}·P_{group.symbol}/N"
-    trace.pass_by(logits, through, Line(Kind.REDUCE, n_bytes, "reduce-scatter output of the head", formula, REDUCE))
+    shard, formula = buffers.reduce_output_bytes(plan, group), f"{buffers.reduce_output_width(plan)}·P_{group.symbol}/N"
+    trace.pass_by(logits, through, Line(Kind.REDUCE, shard, "reduce-scatter output of the head", formula, REDUCE))
     trace.drop("head's gradient")
     run.run.reshard(unit)
     trace.at("loss: gradient of all chunks", Phase.BACKWARD)
     trace.put("shards", plan.gradient_shards(tuple(0 for _ in plan.blocks), "of the head", plan.trained_outside[1:]))
-    trace.pass_by(logits, norm.lines[2])
+    trace.pass_by(logits, plan.head.points[2].lines[2])
     trace.drop("of all chunks")
+
+
+def _backward_of_the_norm(run: "MicroBatch", unit: "Unit") -> None:
+    trace, norm, width = run.trace, run.plan.head.points[2], run.plan.reduce_bytes
     trace.hold("entering", *norm.lines[:3])
     run.run.pre_backward(unit, run.layers[-1][1])
     trace.drop("entering")
@@ -231,7 +244,6 @@ def run_chunks(run: "MicroBatch") -> None:
     trace.pass_by(*norm.lines)
     trace.drop("reduce input of the head")
     run.run.reshard(unit)
-    n_bytes, formula = plan.reduce_bytes * norm.gradients, product(plan.reduce_bytes, norm.gradients)
-    trace.put(
-        run.run.reduce_input(unit, 0), Line(Kind.REDUCE, n_bytes, "reduce-scatter input of the last norm", formula, REDUCE)
-    )
+    n_bytes, formula = width * norm.gradients, product(width, norm.gradients)
+    reduced = Line(Kind.REDUCE, n_bytes, "reduce-scatter input of the last norm", formula, REDUCE)
+    trace.put(run.run.reduce_input(unit, 0), reduced)
