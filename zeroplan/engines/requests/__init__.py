@@ -76,6 +76,7 @@ def not_written(job: JobSpec) -> str:
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
         (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
+        (recipe.fsdp2.modules == "torchtitan-0.3", "torchtitan 0.3"),
         (recipe.optimizer in LONGEST, "Shampoo"),
         (recipe.optimizer == "dion-muon", "dion's Muon"),
         (bool(model.predictions), "multi-token prediction"),
