@@ -16,7 +16,7 @@ from zeroplan.engines.formulas import kept_by, several
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
-from zeroplan.ledger import Kind, Line, Tag, total_bytes
+from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
