@@ -16,7 +16,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, ROUNDING, Recompute
+from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, ROUNDING, TORCHTITANS, Recompute, WhoseModules
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, GradientArrivals, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -41,10 +41,10 @@ from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 def program_of(family: str) -> Program:
     """Return a family's program, torchtitan's own, or that of a vision tower."""
-    if family == "torchtitan":
-        from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  keeps start-up fast
+    if family in TORCHTITANS:
+        from zeroplan.transformer.families.torchtitan import PROGRAM, PROGRAM_SINCE_0_3  # noqa: PLC0415  keeps start-up fast
 
-        return PROGRAM
+        return PROGRAM if family == "torchtitan" else PROGRAM_SINCE_0_3
     if family == "mllama":
         from zeroplan.transformer.families.mllama import PROGRAM as CROSS  # noqa: PLC0415  as above
 
@@ -223,20 +223,24 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
         raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
 
 
-def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...] = ()) -> BlockPass:
+def torchtitan_block(
+    model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...], modules: WhoseModules
+) -> BlockPass:
     """Return the memory of one block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts."""
-    plan = plan_of(torchtitan_structure(x, replaced, recompute), run_again=recompute != "none")
+    plan = plan_of(torchtitan_structure(x, replaced, recompute, modules), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
-def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = (), recompute: Recompute = "none") -> Block:
+def torchtitan_structure(
+    x: Widths, replaced: tuple[str, ...] = (), recompute: Recompute = "none", modules: WhoseModules = "torchtitan"
+) -> Block:
     """Return the structure of a block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts.
 
     torchtitan compiles a block with its checkpoint, so that the compiler sees the recomputation.
     """
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
     return Block(
-        "torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.compute.kernels,
+        modules, x.element == 4, False, attention, False, grouped, one_key, False, x.compute.kernels,
         recompute=recompute if "compiled-blocks" in replaced else "none", fused=replaced,
     )  # fmt: skip
 
