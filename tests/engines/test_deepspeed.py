@@ -16,7 +16,7 @@ from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account
-from zeroplan.engines.deepspeed.coordinator import gathered
+from zeroplan.engines.deepspeed.notes import gathered
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec

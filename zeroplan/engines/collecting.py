@@ -124,6 +124,10 @@ class Counts:
         """Whether anything is alive under a key."""
         return key in self.alive
 
+    def bytes_of(self, key: Hashable) -> int:
+        """Return the size of everything under a key. [bytes]"""
+        return self.alive.get(key, 0)
+
     def call(self, operation: str, n_bytes: int, ranks: int) -> None:
         """Ignore a collective: it allocates nothing itself."""
 

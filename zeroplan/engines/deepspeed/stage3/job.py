@@ -6,10 +6,10 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule
-from zeroplan.engines.deepspeed.coordinator import Pass, gathered, gathered_by_several
+from zeroplan.engines.deepspeed.coordinator import Pass
 from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
-from zeroplan.engines.deepspeed.notes import Gathered
+from zeroplan.engines.deepspeed.notes import Gathered, gathered, gathered_by_several
 from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.formulas import product, times
