@@ -135,6 +135,18 @@ class Counts:
         """Record an event of a program, with a copy and a cast that it is about to request."""
 
 
+class Highest(Counts):
+    """Counts the live bytes, and notes their peak since ``most`` was set."""
+
+    most: int = 0
+
+    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
+        """Request memory, if any."""
+        self.alive[key] = self.alive.get(key, 0) + n_bytes
+        self.n_bytes += n_bytes
+        self.most = max(self.most, self.n_bytes)
+
+
 @lru_cache(maxsize=256)
 def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
     """Return the gradients of each block in backward order, grouped by the operator that makes them."""

@@ -7,6 +7,7 @@ Leaves out releases from 0.3 on, with FlexAttention and a chunked loss.
 
 from typing import TypeAlias
 
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
@@ -62,12 +63,12 @@ def _of_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
 
 def _of_compiled_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
     """It saves the logits, and its backward writes one gradient, of their dtype."""
-    rows = Line(Kind.LOGITS, 8 * x.tokens, "maximum and log-sum of each token's logits, fp32", "8·T", COMPILED)
+    rows = sized(Kind.LOGITS, 8, x.tokens, "maximum and log-sum of each token's logits, fp32", COMPILED, "T")
     return (logits, rows), (logits, rows), (_logits(x, vocab, "gradient of the logits"),)
 
 
 def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
-    held = Line(Kind.ACTIVATIONS, 16 * x.tokens, "input ids and labels, int64", "16·T", LOOP)
+    held = sized(Kind.ACTIVATIONS, 16, x.tokens, "input ids and labels, int64", LOOP, "T")
     times = batch.grad_accum_steps - 1
     earlier = Line(Kind.ACTIVATIONS, 8 * x.tokens * times, "input ids of earlier micro-batches", f"{times}·8·T", EARLIER)
     return held, earlier
@@ -76,7 +77,7 @@ def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
 def _saved(x: Widths) -> tuple[Line, Line, Line]:
     return (
         Line(Kind.ACTIVATIONS, x.element * x.tokens * x.hidden, "final norm: its input", "e·T·h", NORM),
-        Line(Kind.ACTIVATIONS, 4 * x.tokens, "final norm: reciprocal root mean square", "4·T", NORM),
+        sized(Kind.ACTIVATIONS, 4, x.tokens, "final norm: reciprocal root mean square", NORM, "T"),
         Line(Kind.ACTIVATIONS, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", LAYER),
     )
 
@@ -102,4 +103,4 @@ def _logits(x: Widths, vocab: int, reason: str) -> Line:
 
 
 def _wide(x: Widths, vocab: int, reason: str) -> Line:
-    return Line(Kind.LOGITS, 4 * x.tokens * vocab, reason, "4·T·V", LOSS)
+    return sized(Kind.LOGITS, 4, x.tokens * vocab, reason, LOSS, "T·V")

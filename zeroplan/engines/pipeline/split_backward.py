@@ -8,7 +8,7 @@ become the parameters' gradients, or are added to them.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.pipeline.lines import (
     accumulated,
@@ -64,12 +64,12 @@ def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[M
 
 
 def _waits(n_bytes: Int) -> Line:
-    return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, WAITING, product(1, n_bytes), SPLIT_BACKWARD)
+    return sized(Kind.ACTIVATION_GRADIENTS, 1, n_bytes, WAITING, SPLIT_BACKWARD)
 
 
 def _gradients(n_bytes: Int) -> Line:
     reason = "gradients of this block, waiting for the second half"
-    return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, reason, product(1, n_bytes), SPLIT_BACKWARD)
+    return sized(Kind.ACTIVATION_GRADIENTS, 1, n_bytes, reason, SPLIT_BACKWARD)
 
 
 def _through(block: SplitBackward, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
@@ -197,7 +197,7 @@ def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple
     left, width = stage.between_bytes - now.freed, plan.width.compute
     made = width * now.gradients(added=added)
     return (
-        Line(Kind.ACTIVATIONS, left, "kept between the halves, of weights still to come", product(1, left), SPLIT_BACKWARD),
+        sized(Kind.ACTIVATIONS, 1, left, "kept between the halves, of weights still to come", SPLIT_BACKWARD),
         in_elements(
             Line(Kind.UNSHARDED_GRADIENTS, made, "gradients of weights, made in this half", source=SPLIT_BACKWARD), width
         ),
