@@ -407,3 +407,11 @@ def test_stage_3_gathers_for_adapters_beside_any_activation_function(activation:
     model = replace(LLAMA_7B, num_hidden_layers=3, hidden_act=activation)
     asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets="all-linear")
     assert_explained(estimate(asked))
+
+
+@pytest.mark.parametrize("target", ["up_proj", "down_proj"])
+def test_stage_3_gathers_for_adapters_of_an_mlp_with_a_norm_after_it(target: str) -> None:
+    """Without adapters of the attention, the lowest block's backward ends in the MLP. It begins with the norm after the MLP."""
+    model = replace(LLAMA_7B, family="gemma3_text", num_hidden_layers=3)
+    asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets=target)
+    assert_explained(estimate(asked))
