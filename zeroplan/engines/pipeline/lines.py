@@ -101,7 +101,7 @@ def accumulated(
 def reduced(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...]) -> Line:
     """Return this rank's gradient shards of layers and of units outside them; nothing if they are on the host. [bytes]"""
     elements = 0 if plan.offloaded else plan.trained_shards(layers, outside)
-    return in_elements(Line(Kind.GRADIENTS, plan.width.stored * elements, reason, source=REDUCE), plan.width.stored)
+    return sized(Kind.GRADIENTS, plan.width.stored, elements, reason, REDUCE)
 
 
 def named_bytes(plan: Plan, width: int, last: int) -> Int:
@@ -121,7 +121,7 @@ def as_made(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
 def root_gradients(plan: Plan, made: int, current: int = 0) -> Line:
     """Return the gradients of parameters outside the blocks. [bytes]"""
     line = buffers.root_gradients(plan, made, current)
-    return in_elements(line._replace(n_bytes=made_bytes(plan, made, current)), plan.width.compute)
+    return plain(line._replace(n_bytes=made_bytes(plan, made, current)))
 
 
 def made_bytes(plan: Plan, made: int, current: int) -> Int:
@@ -144,12 +144,6 @@ def made_line(plan: Plan, n_bytes: Int, reason: str) -> Line:
 def plain(line: Line) -> Line:
     """Return the line with its bytes as formula, since stages use one name for several sizes."""
     return line._replace(formula=product(1, line.n_bytes))
-
-
-def in_elements(line: Line, width: int) -> Line:
-    """Return the line with a formula: this many bytes times the elements of this rank's stages."""
-    kind, n_bytes, reason, _, source, tag = line
-    return Line(kind, n_bytes, reason, product(width, n_bytes // width), source, tag)
 
 
 def sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:

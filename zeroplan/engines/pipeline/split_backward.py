@@ -14,7 +14,6 @@ from zeroplan.engines.pipeline.lines import (
     accumulated,
     accumulated_gradients,
     as_made,
-    in_elements,
     kept_of_all,
     root_sizes,
     sizes_of_block,
@@ -30,6 +29,7 @@ from zeroplan.numeric import Int
 from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, Point, SplitBackward, Weights
 
 T = TypeVar("T")
+_MADE_NOW = "gradients of weights, made in this half"
 WAITING = "gradients that wait for the second half, of the blocks above"
 
 
@@ -195,11 +195,8 @@ def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[in
 
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:
     left, width = stage.between_bytes - now.freed, plan.width.compute
-    made = width * now.gradients(added=added)
     return (
         sized(Kind.ACTIVATIONS, 1, left, "kept between the halves, of weights still to come", SPLIT_BACKWARD),
-        in_elements(
-            Line(Kind.UNSHARDED_GRADIENTS, made, "gradients of weights, made in this half", source=SPLIT_BACKWARD), width
-        ),
+        sized(Kind.UNSHARDED_GRADIENTS, width, now.gradients(added=added), _MADE_NOW, SPLIT_BACKWARD),
         *now.weights.beside,
     )
