@@ -28,6 +28,7 @@ CHOICE = "torch 2.13, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, can_
 UNPADDED = "transformers 5.23, modeling_flash_attention_utils.py, _flash_attention_forward"
 FILLED = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, pad_last_dim"
 MATH = "torch 2.13, aten/src/ATen/native/transformers/attention.cpp, _scaled_dot_product_attention_math"
+FLEX_BACKWARD = "torch 2.13, _inductor/kernel/flex/flex_attention.py, flex_attention_backward"
 EFFICIENT_BACKWARD = "torch 2.13, aten/src/ATen/native/transformers/cuda/mem_eff_attention/kernel_backward.h, workspace_size"
 
 
@@ -88,6 +89,13 @@ def flash(tape: Tape, heads: Heads, *, size: HeadSize = "small") -> Attended:
     scratch = (FLASH_SCRATCH, flash_scratch(size, grouped=heads.grouped, copied=copied), FLASH_BACKWARD)
     made = _kernel(tape, heads, operands, scratch, copied=heads.joined)
     return Attended(in_order_of_tokens(tape, made, "attention output in the order of tokens") if heads.joined else made)
+
+
+def flex(tape: Tape, heads: Heads) -> Attended:
+    """Run FlexAttention's compiled kernel. It keeps what flash attention keeps; its backward makes a sum per row first."""
+    operands = _cast_heads(tape, heads.query, heads.key, heads.value)
+    scratch = ("sums of the rows of output times gradient, fp32 (CUDA)", 4 * T * a, FLEX_BACKWARD)
+    return Attended(_kernel(tape, heads, operands, scratch))
 
 
 def flash_of_filled(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:

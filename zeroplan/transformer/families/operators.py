@@ -161,6 +161,13 @@ def slices(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tu
     return views
 
 
+def copies(tape: Tape, whole: Value, parts: tuple[tuple[str, Size], ...], source: str) -> tuple[Value, ...]:
+    """Copy parts of a tensor, each to its own memory. One backward joins their gradients."""
+    made = tuple(tensor(tape, name, whole.dtype, shape, source) for name, shape in parts)
+    tape.add("parts copied", made, (), makes("gradients of the parts, joined", source, whole), of=(whole,))
+    return made
+
+
 def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tuple[Value, ...]:
     """``x.chunk(n, dim=-1)``: views. One backward joins their gradients."""
     views = tuple(Value(tape.hold(whole.store), whole.dtype, shape, strided=True) for shape in shapes)

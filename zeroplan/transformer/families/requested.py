@@ -90,6 +90,7 @@ def block_requests(
     ``marking``: they contain where modules begin and end. ``received``: the gradient of its output lies in a buffer, so that
     autograd adds nothing to it in place.
     """
+    model = model.of_kind(kind)
     x = widths(model, compute, batch)
     alike = plain_kind(model, kind)
     masked = _one(in_one_chunk(model, x) if alike in WITH_STATES else is_masked(model, x, alike))

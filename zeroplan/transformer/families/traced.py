@@ -16,7 +16,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, PRIME_RL, ROUNDING, SENDING, Recompute
+from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, PRIME_RL, ROUNDING, SENDING, TORCHTITANS, Recompute, WhoseModules
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, GradientArrivals, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -24,17 +24,26 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value, with_twins
-from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
+from zeroplan.transformer.families.widths import (
+    Widths,
+    grouped_heads,
+    in_one_chunk,
+    is_masked,
+    names_in_formulas,
+    quantities,
+    renamed,
+    values_of,
+)
 from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, OwnKeys, own_keys, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
 
 def program_of(family: str) -> Program:
     """Return a family's program, torchtitan's own, or that of a vision tower."""
-    if family == "torchtitan":
-        from zeroplan.transformer.families.torchtitan import PROGRAM  # noqa: PLC0415  keeps start-up fast
+    if family in TORCHTITANS:
+        from zeroplan.transformer.families.torchtitan import PROGRAM, PROGRAM_SINCE_0_3  # noqa: PLC0415  keeps start-up fast
 
-        return PROGRAM
+        return PROGRAM if family == "torchtitan" else PROGRAM_SINCE_0_3
     if family == "mllama":
         from zeroplan.transformer.families.mllama import PROGRAM as CROSS  # noqa: PLC0415  as above
 
@@ -110,6 +119,8 @@ class Plan(NamedTuple):
     """What layers above leave for the backward beside the residual stream's gradient."""
     leaving: Places = ()
     """The same when the backward is done."""
+    names: Mapping[str, str] = {}
+    """Symbols whose names in formulas differ from those of sizes."""
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is this very plan: caches keyed on plans must be fast."""
@@ -211,20 +222,24 @@ def _refuse_a_window(model: ModelSpec, compute: Compute, x: Widths) -> None:
         raise SpecError(f"{ways} with a sliding window shorter than the sequence is not modelled; use {ways[:2]}=1")
 
 
-def torchtitan_block(model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...] = ()) -> BlockPass:
+def torchtitan_block(
+    model: ModelSpec, x: Widths, recompute: Recompute, replaced: tuple[str, ...], modules: WhoseModules
+) -> BlockPass:
     """Return the memory of one block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts."""
-    plan = plan_of(torchtitan_structure(x, replaced, recompute), run_again=recompute != "none")
+    plan = plan_of(torchtitan_structure(x, replaced, recompute, modules), run_again=recompute != "none")
     return pass_of(Sizes(plan, quantities(x, model.intermediate_size)), autocast=False, recompute=recompute)
 
 
-def torchtitan_structure(x: Widths, replaced: tuple[str, ...] = (), recompute: Recompute = "none") -> Block:
+def torchtitan_structure(
+    x: Widths, replaced: tuple[str, ...] = (), recompute: Recompute = "none", modules: WhoseModules = "torchtitan"
+) -> Block:
     """Return the structure of a block of torchtitan's Llama 3; fused kernels ``replaced`` some of its parts.
 
     torchtitan compiles a block with its checkpoint, so that the compiler sees the recomputation.
     """
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
     return Block(
-        "torchtitan", x.element == 4, False, attention, False, grouped, one_key, False, x.kernels,
+        modules, x.element == 4, False, attention, False, grouped, one_key, False, x.kernels,
         recompute=recompute if "compiled-blocks" in replaced else "none", fused=replaced,
     )  # fmt: skip
 
@@ -323,7 +338,7 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths, compute: C
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
         own=_own_keys(model, kind, compute),
-        is_local=kind.startswith("local"),
+        heads=kind.partition("_")[0] if model.global_head_dim else "",  # type: ignore[arg-type]  # local or global
         padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
         borrows_keys=kind in (HANDED, SHARED),
@@ -488,6 +503,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         handed,
         arriving,
         leaving,
+        names_in_formulas(structure.heads, wide_mlp=structure.own is not None and structure.own.keys == "shared"),
     )
     return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
@@ -697,7 +713,7 @@ def _texts(plan: Plan) -> Texts:
     stores = plan.stores
     words = (
         tuple([store.reason for store in stores]),
-        tuple([store.size.text for store in stores]),
+        tuple([renamed(store.size.text, plan.names) for store in stores]),
         tuple([store.source for store in stores]),
         tuple([store.tag for store in stores]),
     )
