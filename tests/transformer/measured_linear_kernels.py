@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tests.transformer.drawn_blocks import drawn, run_of, with_padding
 from tests.transformer.fake_blocks import BlockRun
 from tests.transformer.linear_kernels import install_kernels, releases
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import OUTPUT_REFUSED, AdapterSpec
 from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
 from zeroplan.transformer.parameters import WITH_STATES, plain_kind
@@ -32,6 +32,7 @@ SAVED = Path(__file__).with_name("linear_kernels.json")
 #: Families with such kernels.
 FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "bamba",
+    "falcon_h1",
 )  # fmt: skip
 _OF_MAMBA = FAMILIES[5:]
 #: Families that share their operators with others.
@@ -55,7 +56,7 @@ def case_of(family: str, manner: str, number: int) -> Case | None:
         return None  # its adapters are not modelled
     if manner == "adapted":
         compute = case.compute._replace(autocast=False, recompute="full" if number % 2 else "none")
-        targets = "attention,mlp,in_proj" if family == "nemotron_h" else "all-linear"  # as peft has it
+        targets = "attention,mlp,in_proj" if family in OUTPUT_REFUSED else "all-linear"  # as peft has it
         case = case._replace(spec=replace(case.spec, adapter=AdapterSpec(rank=4, targets=targets)), compute=compute)
     return case._replace(compute=case.compute._replace(fused=(LINEAR_KERNELS,)))
 
