@@ -44,6 +44,8 @@ PARTS: dict[str, Callable[..., str]] = {
     "card-times": records.card_times,
     "step-times": records.step_times,
     "step-pairs": records.step_pairs,
+    "calibrated": records.calibrated,
+    "shared-deviations": records.shared_deviations,
     "megatron-runs": records.megatron_runs,
     "megatron-refused": records.megatron_refused,
     "scripts": scripts.table_of_programs,
