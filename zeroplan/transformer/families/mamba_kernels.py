@@ -54,10 +54,10 @@ def mixed(tape: Tape, joint: Value, decay: tuple[Store, Store], *, only_gated: b
     tape.drop(scores)
     ends = (*gated, scanned) if only_gated else (*_normed(tape, of), scanned)
     out, *saved = ends
-    narrow = _narrowed(tape, out, of)
     cast = h * A * I if tape.autocast else None
     if cast is not None:
         tape.hold_cast(cast)
+    narrow = _narrowed(tape, out, of)
     made = op.tensor(tape, "output of the output projection", e, T * h, SCAN)
     tape.matrix_product(made.store)
     tape.drop(*brief, narrow)
@@ -75,7 +75,10 @@ def _normed(tape: Tape, of: Width) -> tuple[Store, Store]:
 
 
 def _narrowed(tape: Tape, out: Store, of: Width) -> Store:
-    """Return the input of the output projection, a cast copy under autocast where ``out`` is wider."""
+    """Return the input of the output projection, a cast copy under autocast where ``out`` is wider.
+
+    ``out`` lives until the weight's copy exists, too.
+    """
     if not (tape.autocast and tape.is_wide(of)):
         return out
     made = _brief(tape, "input of the output projection, cast", e * ROWS, SCAN)
