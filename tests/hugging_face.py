@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import zeroplan.catalog.model
+from zeroplan.catalog.model import with_nulls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,7 +24,7 @@ ENTRY_NAMES = sorted(path.stem for path in ENTRIES.glob("*.toml"))
 def shipped_config(name: str) -> dict[str, object]:
     """The config.json of a catalogue entry."""
     entry = tomllib.loads((ENTRIES / f"{name}.toml").read_text())
-    return {"model_type": entry["model_type"], **entry["config"], **dict.fromkeys(entry.get("nulls", []))}
+    return {"model_type": entry["model_type"], **entry["config"], **with_nulls(entry.get("nulls", []))}
 
 
 #: The entries without a vision tower, whose parameters have transformers' names.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import numpy as np
 import pytest
 
 from tests.profiles import by_hand, handed, traced
-from tests.properties.checks import adapters_take_less, adds_up, falls_with_recomputation, grid_is_its_points
+from tests.properties.checks import adapters_take_less, adds_up, falls_with_recomputation, grid_is_its_points, is_explained
 from tests.properties.nightly import drawn, held
 from zeroplan import BatchSpec, ClusterSpec, Fsdp2Options, JobSpec, Kind, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, estimate
 from zeroplan.engines.deepspeed.buckets import schedule
@@ -76,6 +77,15 @@ def test_the_last_global_block_has_local_blocks_below_it():
     answer = estimate(JobSpec(model=model, recipe=recipe, batch=BatchSpec(seq_len=512)))
     moment = next(moment for moment in answer.moments if "global" in moment.name)
     assert any(line.formula == "5·S_local" for line in moment.lines)
+
+
+@pytest.mark.parametrize("model", ["gemma-4-12b", "gemma-4-e2b"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_layers_with_heads_of_their_own_have_symbols_of_their_own(model: str, recompute: str):
+    asked = described(model=model, gpus=8, stage=0, seq_len=4096, recompute=recompute)
+    is_explained(asked, Random(0))  # noqa: S311  draws nothing here
+    formulas = {line.formula for moment in estimate(asked).moments for line in moment.lines}
+    assert any("d_g" in one or "q_g" in one for one in formulas)
 
 
 def test_selective_recomputation_of_megatron_runs_attention_again():

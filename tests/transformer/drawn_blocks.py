@@ -66,6 +66,7 @@ BIASED_AT_WILL = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
     "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
+    "olmo_hybrid",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm", "exaone_moe")
 """Families whose classes always have a window."""
@@ -413,7 +414,7 @@ def too_high(case: Case) -> tuple[int, int]:
     if case.spec.family in ("qwen3_5_text", "qwen3_5_moe_text"):
         return views + 2 * sum(one.numel for one in case.layers.parameters if one.autocast and one.name.startswith("mlp.")), 0
     hidden = _of_residual(case) * case.size.micro_batch_size * case.size.seq_len * case.spec.hidden_size
-    return views + narrowed, hidden if case.spec.family in ("olmo2", "olmo3") else 0
+    return views + narrowed, hidden if case.spec.family in ("olmo2", "olmo3", "olmo_hybrid") else 0
 
 
 def differences(case: Case) -> tuple[int, ...]:

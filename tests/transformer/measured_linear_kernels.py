@@ -30,11 +30,15 @@ if TYPE_CHECKING:
 
 SAVED = Path(__file__).with_name("linear_kernels.json")
 #: Families with such kernels.
-FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "granitemoehybrid", "nemotron_h", "bamba")
-_OF_MAMBA = FAMILIES[4:]
+FAMILIES = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "bamba",
+)  # fmt: skip
+_OF_MAMBA = FAMILIES[5:]
+#: Families that share their operators with others.
+_ALIKE = ("olmo_hybrid", *_OF_MAMBA)
 #: How blocks are drawn: all weights trained, with adapters in all linear layers, and with padding in the batch.
 MANNERS = ("trained", "adapted", "padded")
-#: Cases of each family and manner; fewer of families that share Mamba-2.
+#: Cases of each family and manner; fewer of families that share their operators with others.
 CASES, CASES_OF_MAMBA = 12, 4
 
 
@@ -62,7 +66,7 @@ def cases() -> Iterator[tuple[str, Case]]:
         for manner in MANNERS:
             numbered = ((number, case_of(family, manner, number)) for number in range(10 * CASES))
             there = [(f"{family}, {manner}, {number}", case) for number, case in numbered if case is not None]
-            yield from there[: CASES_OF_MAMBA if family in _OF_MAMBA else CASES]
+            yield from there[: CASES_OF_MAMBA if family in _ALIKE else CASES]
 
 
 def saved() -> dict[str, BlockRun]:

@@ -41,7 +41,7 @@ def model_with_shared_keys() -> ModelSpec:
 
 
 #: The last layer is not measured: no block follows it.
-KINDS = tuple(kind for kind in BY_KEYS if kind != "global, last")
+KINDS = tuple(kind for kind in BY_KEYS if kind != "global_last")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -55,12 +55,12 @@ def test_a_layer_takes_what_is_said(kind: str, compute: str) -> None:
 def test_layers_share_keys_of_the_last_layer_of_their_kind() -> None:
     spec = model_with_shared_keys()
     assert kinds_by_keys(spec) == (
-        "local", "local", "global", "local", "local, stored", "global, stored", "local, shared", "local, shared", "global, shared",
-        "local, shared", "local, next to last", "global, last",
+        "local", "local", "global", "local", "local_stored", "global_stored", "local_shared", "local_shared", "global_shared",
+        "local_shared", "local_next_to_last", "global_last",
     )  # fmt: skip
     assert spec.per_layer is not None
     alone = replace(spec, per_layer=replace(spec.per_layer, shared_layers=0, wide_mlp=False))
-    assert kinds_by_keys(alone) == (*["local", "local", "global"] * 3, "local", "local", "global, last")
+    assert kinds_by_keys(alone) == (*["local", "local", "global"] * 3, "local", "local", "global_last")
 
 
 def test_a_recomputation_of_stored_keys_leaves_them_for_every_layer_below() -> None:
@@ -71,5 +71,5 @@ def test_a_recomputation_of_stored_keys_leaves_them_for_every_layer_below() -> N
         one = block_pass(spec, kind, compute, BATCH, recomputed=True)
         sizes[kind] = sum(int(line.n_bytes) for line in one.arriving if line.kind == "activations")
     tokens, widths = BATCH.micro_batch_size * BATCH.seq_len, {"local": 16, "global": 32}
-    assert sizes["local, shared"] == sizes["global, shared"] == sizes["global, stored"] == 0
-    assert sizes["local"] == sizes["global"] > sizes["local, stored"] > 2 * 2 * tokens * widths["global"]
+    assert sizes["local_shared"] == sizes["global_shared"] == sizes["global_stored"] == 0
+    assert sizes["local"] == sizes["global"] > sizes["local_stored"] > 2 * 2 * tokens * widths["global"]

@@ -277,6 +277,11 @@ TINY: dict[str, dict[str, object]] = {
     },
     "apertus": _LLAMA | {"head_dim": 16},
     "apertus, biases, tied": _LLAMA | {"attention_bias": True, "tie_word_embeddings": True},
+    "olmo_hybrid": _LLAMA | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    "olmo_hybrid, positions, biases, several heads for a key, tied": _LLAMA | {
+        "num_hidden_layers": 5, "attention_bias": True, "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 10, "linear_value_head_dim": 14, "tie_word_embeddings": True,
+    },
     "falcon": _GPT | {"hidden_size": 32, "ffn_hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4},
     "falcon, several key/value heads, untied": _GPT | {
         "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,

@@ -560,6 +560,8 @@ def _shared_experts(source: _Source) -> int:
 def _linear(source: _Source) -> LinearSpec | None:
     if source.family not in LINEAR_FAMILIES:
         return None
+    if source.family == "olmo_hybrid":
+        source = _with_sizes_of_olmo(source)
     sizes = {field: source.integer(f"linear_{field}") for field in LINEAR_FIELDS if field != "value_head_dim"}
     if source.family not in PATTERNED or source.family == "kimi_linear":
         return LinearSpec(value_head_dim=source.integer("linear_value_head_dim"), **sizes)
@@ -585,10 +587,28 @@ def _linear(source: _Source) -> LinearSpec | None:
     return LinearSpec(value_head_dim=width, chunk_size=chunk, **sizes)
 
 
+def _with_sizes_of_olmo(source: _Source) -> _Source:
+    """Return the config of an OLMo Hybrid with the sizes of linear attention that its class derives from others."""
+    heads, hidden = source.integer("num_attention_heads"), source.integer("hidden_size")
+    width = source.integer("linear_key_head_dim", 3 * hidden // (4 * source.integer("linear_num_key_heads", heads)))
+    derived = {
+        "linear_num_key_heads": heads, "linear_num_value_heads": heads, "linear_key_head_dim": width,
+        "linear_value_head_dim": 2 * width,
+    }  # fmt: skip
+    stated = {key: value for key, value in source.config.items() if value is not None}
+    return source._replace(config={**derived, **stated})
+
+
+def _has_positions(source: _Source) -> bool:
+    """Whether attention has rotary positions, where a config may turn them off: OLMo Hybrid's with a null ``rope_theta``."""
+    rope = source.config.get("rope_parameters")
+    return not isinstance(rope, Mapping) or rope.get("rope_theta", 0) is not None
+
+
 def _of_layers(source: _Source) -> dict[str, object]:
     """Return the layers' letters and whether attention has rotary positions, for families whose configs contain them."""
     if source.family not in PATTERNED:
-        return {}
+        return {"turned": _has_positions(source)} if TRAITS[source.family].unturned_models else {}
     letters, traits = _letters(source), TRAITS[source.family]
     turned = not traits.unturned_models or source.config.get("position_embedding_type") == "rope"
     layers = len(letters) if traits.one_module else source.integer("num_hidden_layers")

@@ -166,11 +166,21 @@ def _shipped_shape(file: Path) -> ModelSpec:
 
 
 def _shape(file: Path, model_type: str, config: Mapping[str, object], nulls: Iterable[str]) -> ModelSpec:
-    whole = {**config, **dict.fromkeys(nulls), "model_type": model_type}
+    whole = {**config, **with_nulls(nulls), "model_type": model_type}
     try:
         return model_from_config(whole, name=normal(file.stem))
     except SpecError as error:
         raise SpecError(f"{_WHAT} {str(file)!r}: {error}") from None
+
+
+def with_nulls(names: Iterable[str]) -> dict[str, object]:
+    """Return null keys of a config; of a name with a dot, the second part is the key of an object.
+
+    >>> with_nulls(["mamba_d_ssm", "rope_parameters.rope_theta"])
+    {'mamba_d_ssm': None, 'rope_parameters': {'rope_theta': None}}
+    """
+    split = [name.partition(".") for name in names]
+    return {name: {inner: None} if inner else None for name, _, inner in split}
 
 
 def _aliases(file: Path) -> frozenset[str]:

@@ -99,6 +99,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "mixtral": Layers(mlp=_OF_MIXTRAL), "minimax_m2": Layers(mlp=_OF_MIXTRAL), "qwen2_moe": Layers(others=("shared_expert_gate",)),
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
     "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
+    "olmo_hybrid": Layers(others=("a_proj", "b_proj", "g_proj")),
     "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
     "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS, JOINING)),
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
@@ -120,7 +121,7 @@ ADAPTED_FAMILIES = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
     "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
-    "opt",
+    "opt", "olmo_hybrid",
 )  # fmt: skip
 #: Families with experts whose modules prime-rl replaces by its own, and that are modelled with these.
 OF_PRIME_RL = ("qwen3_moe", "glm4_moe")
@@ -202,6 +203,7 @@ def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:
     """Whether the first layer has no adapter. ``first``: its letter in the model's pattern, M for linear attention, or empty."""
     own = LAYERS_OF.get(family, _LLAMA)
     there = {"M": (*own.others, *own.mlp), "C": (*own.others, "out_proj", *own.mlp)}.get(first, own.every)
+    there = own.every if family == "olmo_hybrid" else there  # whose linear attention has projections of the same names
     return not set(layers) & set(_ONE_MODULE[first] if family == "nemotron_h" else there)
 
 

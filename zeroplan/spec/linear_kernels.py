@@ -11,7 +11,7 @@ _OF_MAMBA = ("granitemoehybrid", "nemotron_h", "bamba")
 _MAMBA = "mamba_ssm and causal-conv1d"
 #: The packages with the kernels that transformers runs, where these are installed, by family.
 PACKAGES = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"), _FLA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"), _FLA),
     **dict.fromkeys(_OF_MAMBA, _MAMBA),
 }
 

@@ -40,7 +40,7 @@ from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
 from zeroplan.spec.vision import VisionSpec
 
 #: Endings of the kinds of layers that may share the keys of a layer below (``transformer/parameters.py``).
-SHARED_KEYS = ("shared", "next to last", "last")
+SHARED_KEYS = ("shared", "next_to_last", "last")
 #: Letters of the layers of one depth of multi-token prediction.
 PREDICTS = "ae"
 

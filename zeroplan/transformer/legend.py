@@ -4,7 +4,15 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import image_states, of_each_layer, of_linear_attention, ranks, symbols, widths
+from zeroplan.transformer.families.widths import (
+    image_states,
+    of_each_layer,
+    of_global_heads,
+    of_linear_attention,
+    ranks,
+    symbols,
+    widths,
+)
 
 #: Symbols with their meaning, in the order in which reports print them.
 SYMBOLS: dict[str, str] = {
@@ -51,8 +59,12 @@ SYMBOLS: dict[str, str] = {
     "w_l": "width of those of all layers",
     "n_l": "these layers",
     "V_l": "rows of their table",
-    "k_o": "width of the keys of its layers of the other kind, with a window or without",
-    "d_o": "width of a head of these layers",
+    "q_g": "width of the queries of layers of full attention, where these have heads of their own (Gemma 4)",
+    "k_g": "width of their keys",
+    "v_g": "width of their values",
+    "c_g": "width of their attention output",
+    "d_g": "width of one of their heads",
+    "f_s": "width of the MLP of layers that share keys",
 }
 
 
@@ -70,5 +82,7 @@ def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> 
         "i": compute.prompt_len,
         "p": tp,
         **(image_states(model, x) or dict.fromkeys(("T_x", "s_x"), 0)),
-        **(of_each_layer(model) or dict.fromkeys(("h_l", "w_l", "n_l", "V_l", "k_o", "d_o"), 0)),
+        **dict.fromkeys(("h_l", "w_l", "n_l", "V_l"), 0),
+        **{name: width for name, width in of_each_layer(model).items() if name in SYMBOLS},
+        **of_global_heads(model),
     }

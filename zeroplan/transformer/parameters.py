@@ -127,12 +127,12 @@ class OwnKeys(NamedTuple):
 BY_KEYS: dict[str, OwnKeys] = {
     "local": OwnKeys(left=("local", "global")),
     "global": OwnKeys(left=("local", "global")),
-    "local, stored": OwnKeys("stored", ("embeddings", "local"), ("global",)),
-    "global, stored": OwnKeys("stored", ("embeddings", "local", "global")),
-    "local, shared": OwnKeys("shared", ("embeddings", "local", "global")),
-    "global, shared": OwnKeys("shared", ("embeddings", "local", "global")),
-    "local, next to last": OwnKeys("shared", ("embeddings", "global")),
-    "global, last": OwnKeys("shared", ()),
+    "local_stored": OwnKeys("stored", ("embeddings", "local"), ("global",)),
+    "global_stored": OwnKeys("stored", ("embeddings", "local", "global")),
+    "local_shared": OwnKeys("shared", ("embeddings", "local", "global")),
+    "global_shared": OwnKeys("shared", ("embeddings", "local", "global")),
+    "local_next_to_last": OwnKeys("shared", ("embeddings", "global")),
+    "global_last": OwnKeys("shared", ()),
 }
 
 
@@ -147,11 +147,11 @@ def kinds_by_keys(model: ModelSpec) -> tuple[str, ...]:
     if model.per_layer is None:
         return ()
     layers, shared = model.num_hidden_layers, model.per_layer.shared_layers
-    ends = {layers - 1: ", last"}
+    ends = {layers - 1: "_last"}
     if shared:
         first = layers - shared
-        ends = dict.fromkeys(range(first, layers), ", shared") | dict.fromkeys((first - 2, first - 1), ", stored")
-        ends |= {layers - 2: ", next to last", layers - 1: ", last"}
+        ends = dict.fromkeys(range(first, layers), "_shared") | dict.fromkeys((first - 2, first - 1), "_stored")
+        ends |= {layers - 2: "_next_to_last", layers - 1: "_last"}
     return tuple([f"{'global' if full else 'local'}{ends.get(at, '')}" for at, full in enumerate(full_layers(model))])
 
 

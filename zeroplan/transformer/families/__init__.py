@@ -3,8 +3,8 @@
 Start with the file of your family; its docstring and program follow transformers' ``modeling_<family>.py``:
 
 - ``llama.py``: Llama, Mistral, CWM, Qwen2, **Qwen3**, Seed-OSS, SmolLM3, Hunyuan, Arcee, Jais 2, Granite. ``helium.py``: Helium.
-  ``mixtral.py``: Mixtral, Qwen3-MoE, OLMoE, MiniMax-M2. ``qwen3_next.py``: Qwen3-Next, Qwen3.5. ``glm4_moe.py``: GLM-4 MoE,
-  dots.llm1, Solar Open, Hunyuan 3, K-EXAONE.
+  ``mixtral.py``: Mixtral, Qwen3-MoE, OLMoE, MiniMax-M2. ``qwen3_next.py``: Qwen3-Next, Qwen3.5. ``olmo_hybrid.py``:
+  OLMo Hybrid. ``glm4_moe.py``: GLM-4 MoE, dots.llm1, Solar Open, Hunyuan 3, K-EXAONE.
 - ``granitemoehybrid.py``: Granite 4. ``nemotron_h.py``, ``bamba.py``, ``falcon_h1.py``. All have Mamba-2, in ``state_space.py``.
 - ``gemma.py``: Gemma, Gemma 2 and 3. ``gemma4.py``: Gemma 4, with ``per_layer.py`` and ``all_layers.py`` of its
   small models. ``olmo2.py``: OLMo 2 and 3, EXAONE 4. ``glm4.py``: GLM and GLM-4.

@@ -187,8 +187,8 @@ class Block(NamedTuple):
     """A learned number multiplies the output of each branch (Llama 3.2 Vision's tower)."""
     own: OwnKeys | None = None
     """Its keys, and what arrives from the layers above, in a model with embeddings of each layer."""
-    is_local: bool = False
-    """In such a model: attention has a window."""
+    heads: Literal["", "local", "global"] = ""
+    """In a model whose layers of full attention have heads of their own (Gemma 4): with a window, or of full attention."""
     crosses: Literal["", "followed", "constant"] = ""
     """Keys and values come from images, whose tokens autograd follows or not."""
 

@@ -23,6 +23,7 @@ from zeroplan.transformer.families.tape import Site, Tape, Value, Width
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, joint_norms, norms
+from zeroplan.transformer.params_modules import Parameters
 from zeroplan.transformer.symbols import d, e, s
 
 OLMO2 = "transformers 5.23, models/olmo2/modeling_olmo2.py"
@@ -52,23 +53,31 @@ def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
 
 _ATTENTION = Attention(ATTENTION, norm=NORM, norm_at_once=True, norm_over_heads=True, rotated=_rotated)
 _OF_EXAONE = Attention(f"{EXAONE4}Attention.forward", norm=LLAMA_NORM)
-_LAYER, _EXAONE_LAYER = (
+LAYER, _EXAONE_LAYER = (
     layer(layer_of(of, norm, attention, gated_mlp)._replace(before=None, after=AFTER_ATTENTION_AND_MLP))
     for of, norm, attention in ((f"{OLMO2}, Olmo2", NORM, _ATTENTION.run), (EXAONE4, LLAMA_NORM, _OF_EXAONE.run))
 )
 
 
 def _tensors(model: ModelSpec) -> Layout:
+    return alike(model, of_block(model))
+
+
+def of_block(model: ModelSpec) -> Parameters:
+    """Return the parameters of a block of full attention."""
     of_heads = head_norms(model) if model.head_norms else joint_norms(model)
     after = norms(model, ("post_attention_layernorm", "post_feedforward_layernorm"))
     attention = attention_of(model, bias=model.attention_bias)
-    return alike(model, (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *after))
+    return (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *after)
+
+
+TABLES = Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)
 
 
 def _tables(model: ModelSpec) -> Tables:
     """Return the position tables. OLMo 3 has one table for its local layers and one for its global layers."""
     if not TRAITS[model.family].angles_of_kinds or kinds_of_layers(model) == 1:
-        return Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)
+        return TABLES
     return Tables(16 * s * d, "rotary cos and sin, of local and of global layers, fp32", ROTARY, in_32_bits=True)
 
 
@@ -79,15 +88,15 @@ _EXAONE_4 = ConfigKeys(
     fixed={"attention_bias": False, "mlp_bias": False},
     only={"sliding_window_pattern": (4, "LLLG", 0)},  # 0: transformers writes this if there is no window
 )
-_MODULES = (
+MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
     "self_attn.o_proj", "post_attention_layernorm", *gated_modules("mlp"), "post_feedforward_layernorm",
 )  # fmt: skip
-_OLMO_2 = Definition(_LAYER, _tensors, _CONFIG, _MODULES, tables=_tables)
+_OLMO_2 = Definition(LAYER, _tensors, _CONFIG, MODULES, tables=_tables)
 FAMILIES = {
     "olmo2": _OLMO_2,
     "olmo3": _OLMO_2._replace(config=_OLMO_3, around=Around(masks=2)),
     "exaone4": Definition(
-        _EXAONE_LAYER, _tensors, _EXAONE_4, ("self_attn", *WITH_LATE_NORMS, *_MODULES[7:]), around=Around(masks=2)
+        _EXAONE_LAYER, _tensors, _EXAONE_4, ("self_attn", *WITH_LATE_NORMS, *MODULES[7:]), around=Around(masks=2)
     ),
 }

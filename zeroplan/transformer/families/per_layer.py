@@ -43,7 +43,7 @@ def begin(tape: Tape, block: Block, source: str) -> Value:
     every = _of_others(tape, block, "embeddings", ("embeddings of all layers", r, T * w_l), source)
     if block.own is None:
         return every
-    other: LayerKind = "global" if block.is_local else "local"
+    other: LayerKind = "global" if block.heads == "local" else "local"
     if other in block.own.arriving:
         for name, dtype in _keys_and_values(tape):
             _of_others(tape, block, other, (f"shared {name} of the other kind of layers", dtype, T * k_o), source)
@@ -59,9 +59,9 @@ def _keys_and_values(tape: Tape) -> tuple[tuple[str, Width], ...]:
 
 def shared_keys(tape: Tape, block: Block, source: str) -> tuple[Value, Value]:
     """Return the keys and values of a layer below, which counts them."""
-    kind, names = "local" if block.is_local else "global", _keys_and_values(tape)
+    names = _keys_and_values(tape)
     key, value = (
-        _of_others(tape, block, kind, (f"{name} of a layer below", dtype, T * width), source)
+        _of_others(tape, block, block.heads, (f"{name} of a layer below", dtype, T * width), source)
         for (name, dtype), width in zip(names, (k, v), strict=True)
     )
     return key, value
@@ -87,9 +87,9 @@ def store_keys(tape: Tape, block: Block, keys: tuple[Value, Value], made_by: lis
 
     A recomputation leaves what these operators saved in memory.
     """
-    kind, stores = "local" if block.is_local else "global", tuple([one.store for one in keys])
+    stores = tuple([one.store for one in keys])
     for name, value in zip(("shared keys", "shared values"), keys, strict=True):
-        _waits(tape, block, kind, value, name, source)
+        _waits(tape, block, block.heads, value, name, source)
     tape.of_others.difference_update(keys)  # their gradients go on to this layer's projections
     tape.history.handed = tuple([tape.hold(one) for one in stores])
     beneath = dict.fromkeys((*stores, *(store for one in made_by for store in one.saved)))
@@ -104,9 +104,8 @@ def store_keys(tape: Tape, block: Block, keys: tuple[Value, Value], made_by: lis
 
 def _left_by(block: Block, kind: LayerKind, source: str) -> list[Store]:
     """Return the tensors that the recomputation of the stored layer of this kind has left."""
-    is_local = kind == "local"
-    own, swaps = BY_KEYS[f"{kind}, stored"], {} if is_local == block.is_local else {"k": k_o, "v": k_o, "d": d_o}
-    stores = _beneath(block._replace(own=own, is_local=is_local))
+    own, swaps = BY_KEYS[f"{kind}_stored"], {} if kind == block.heads else {"k": k_o, "v": k_o, "d": d_o}
+    stores = _beneath(block._replace(own=own, heads=kind))
     if block.own is not None and block.own.weights_too:
         stores = (*stores, Store(Kind.UNSHARDED_PARAMETERS, "gathered weights of keys and values", e * h * (k + v), source))
     return [Store(one.kind, f"{one.reason}, left by a layer above", one.size.replacing(swaps), source) for one in stores]

@@ -110,7 +110,7 @@ def _of_four_projections(tape: Tape, normal: Value, block: Block) -> Attended:
         op.linear(tape, normal, A, Site(f"projection to {name}", LINEAR_3_5, layer=layer))
         for name, layer in (("beta", "in_proj_b"), ("decay", "in_proj_a"))
     )
-    mixed = _convolved(tape, joint, block)
+    mixed = convolved(tape, joint, block)
     out = _by_the_rule(tape, mixed, beta, decay, gate, block)
     tape.release(gate, beta, decay)
     return Attended(out)
@@ -118,17 +118,29 @@ def _of_four_projections(tape: Tape, normal: Value, block: Block) -> Attended:
 
 def _by_the_rule(tape: Tape, mixed: Value, beta: Value, decay: Value, gate: Value, block: Block) -> Value:
     """Run the recurrence, the gated norm and the output projection. It releases ``mixed``."""
-    learnt = op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
-    logarithm = _decay(tape, decay)
-    query, key, value = op.chunk(tape, mixed, (T * J * D, T * J * D, T * A * I), Site("parts q, k and v", LINEAR))
-    run = gated_delta_rule_of_fla if block.by_kernels else gated_delta_rule
-    made = run(tape, Given(query, key, value, learnt, logarithm), block)
+    learnt, logarithm = learning_rate(tape, beta), decay_of(tape, decay)
+    made, given = recurrence(tape, mixed, learnt, logarithm, block)
     flat = _flat(tape, gate, block)
-    normed = _gated_norm(tape, made, flat)
+    normed = gated_norm(tape, made, flat)
     tape.release(made, learnt, flat)
     out = op.linear(tape, normed, h, Site("output projection", LINEAR, layer="out_proj"), reads=A * I)
-    tape.release(normed, mixed, query, key, value, logarithm)
+    tape.release(normed, mixed, *given, logarithm)
     return out
+
+
+def learning_rate(tape: Tape, beta: Value) -> Value:
+    """Return the sigmoid of beta, a number per token and head."""
+    return op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
+
+
+def recurrence(
+    tape: Tape, mixed: Value, learnt: Value, logarithm: Value, block: Block
+) -> tuple[Value, tuple[Value, ...]]:  # fmt: skip
+    """Run the gated delta rule on the convolution's output; return its output, and the views of queries, keys and values."""
+    given = op.chunk(tape, mixed, (T * J * D, T * J * D, T * A * I), Site("parts q, k and v", LINEAR))
+    run = gated_delta_rule_of_fla if block.by_kernels else gated_delta_rule
+    query, key, value = given
+    return run(tape, Given(query, key, value, learnt, logarithm), block), tuple(given)
 
 
 def _flat(tape: Tape, gate: Value, block: Block) -> Value:
@@ -150,10 +162,10 @@ def _mixed(tape: Tape, parts: tuple[Value, ...], block: Block) -> Value:
     joined = op.joined(
         tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
     )
-    return _convolved(tape, joined, block)
+    return convolved(tape, joined, block)
 
 
-def _convolved(tape: Tape, joined: Value, block: Block) -> Value:
+def convolved(tape: Tape, joined: Value, block: Block) -> Value:
     """Run the convolution and SiLU. It releases ``joined``."""
     if block.by_kernels:
         made = convolution(tape, joined, 2 * J * D + A * I, l, Site("convolution", LINEAR))
@@ -165,7 +177,7 @@ def _convolved(tape: Tape, joined: Value, block: Block) -> Value:
     return made
 
 
-def _decay(tape: Tape, given: Value) -> Value:
+def decay_of(tape: Tape, given: Value) -> Value:
     """Return ``-exp(A) * softplus(a + bias)`` in fp32: the logarithms of the states' decay rates."""
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
     raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
@@ -197,7 +209,7 @@ def _decay(tape: Tape, given: Value) -> Value:
     return made
 
 
-def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
+def gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     """Normalise each head, and multiply by SiLU of the gate in fp32. A variable holds the means until the module returns."""
     means = list[Store]()
     normal = op.norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A, means=means)

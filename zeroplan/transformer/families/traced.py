@@ -24,7 +24,16 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value, with_twins
-from zeroplan.transformer.families.widths import Widths, grouped_heads, in_one_chunk, is_masked, quantities, values_of
+from zeroplan.transformer.families.widths import (
+    Widths,
+    grouped_heads,
+    in_one_chunk,
+    is_masked,
+    names_in_formulas,
+    quantities,
+    renamed,
+    values_of,
+)
 from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, OwnKeys, own_keys, plain_kind
 from zeroplan.transformer.symbols import T, T_p, e, h, r
 
@@ -110,6 +119,8 @@ class Plan(NamedTuple):
     """What layers above leave for the backward beside the residual stream's gradient."""
     leaving: Places = ()
     """The same when the backward is done."""
+    names: Mapping[str, str] = {}
+    """Symbols whose names in formulas differ from those of sizes."""
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is this very plan: caches keyed on plans must be fast."""
@@ -323,7 +334,7 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths, compute: C
         filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
         own=_own_keys(model, kind, compute),
-        is_local=kind.startswith("local"),
+        heads=kind.partition("_")[0] if model.global_head_dim else "",  # type: ignore[arg-type]  # local or global
         padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
         borrows_keys=kind in (HANDED, SHARED),
@@ -488,6 +499,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
         handed,
         arriving,
         leaving,
+        names_in_formulas(structure.heads, wide_mlp=structure.own is not None and structure.own.keys == "shared"),
     )
     return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
@@ -697,7 +709,7 @@ def _texts(plan: Plan) -> Texts:
     stores = plan.stores
     words = (
         tuple([store.reason for store in stores]),
-        tuple([store.size.text for store in stores]),
+        tuple([renamed(store.size.text, plan.names) for store in stores]),
         tuple([store.source for store in stores]),
         tuple([store.tag for store in stores]),
     )

@@ -1,6 +1,8 @@
 """The value of every symbol in the formulas of a block. ``legend.py`` explains the symbols."""
 
-from typing import NamedTuple
+import re
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
@@ -250,6 +252,38 @@ def of_each_layer(model: ModelSpec) -> dict[str, int]:
     layers, others = model.num_hidden_layers, model.global_key_value_heads * model.global_head_dim
     widths = {"h_l": own.width, "w_l": layers * own.width, "k_o": others, "d_o": model.global_head_dim}
     return {**widths, "n_l": layers, "V_l": own.vocab_size}
+
+
+_ANOTHER_SYMBOL = re.compile("[A-Za-z][A-Za-z_0-9]*")
+_OF_GLOBAL = dict(zip("qkvcd", ("q_g", "k_g", "v_g", "c_g", "d_g"), strict=True))
+_NAMES = {"": {}, "local": {"k_o": "k_g", "d_o": "d_g"}, "global": {**_OF_GLOBAL, "k_o": "k", "d_o": "d"}}
+
+
+def names_in_formulas(heads: Literal["", "local", "global"], *, wide_mlp: bool) -> dict[str, str]:
+    """Return the symbols of a block that have another name in formulas, where one letter would mean two widths in a model.
+
+    ``heads``: those of its kind of layers, in a model where layers of full attention have their own; ``wide_mlp``: its MLP has
+    the width of layers that share keys.
+    """
+    return _NAMES[heads] | ({"f": "f_s"} if wide_mlp else {})
+
+
+def renamed(formula: str, names: Mapping[str, str]) -> str:
+    """Return a formula with other names for some symbols.
+
+    >>> renamed("4·T·q + k/d", {"q": "q_g", "d": "d_g"})
+    '4·T·q_g + k/d_g'
+    """
+    return _ANOTHER_SYMBOL.sub(lambda found: names.get(found[0], found[0]), formula) if names else formula
+
+
+def of_global_heads(model: ModelSpec) -> dict[str, int]:
+    """Return the widths of layers of full attention in such a model, and of the MLP of layers that share keys, 0 in others."""
+    own = model.of_kind("global_shared") if model.global_head_dim else None
+    if own is None:
+        return dict.fromkeys((*_OF_GLOBAL.values(), "f_s"), 0)
+    query, key = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
+    return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_s": own.intermediate_size}
 
 
 def received_pairs(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:

@@ -134,6 +134,8 @@ def _linear(spec: ModelSpec) -> dict[str, object]:
     fields = () if spec.linear is None else (*LINEAR_FIELDS, *(("chunk_size",) if spec.layer_pattern else ()))
     named = {field: keys.get(f"linear_{field}", (f"linear_{field}",))[0] for field in fields}
     own = {name: getattr(spec.linear, field) for field, name in named.items()}
+    if spec.family == "olmo_hybrid" and not spec.turned:
+        own["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     if spec.moe is None or spec.family not in WIDE_SHARED_EXPERTS:
         return own
     (name,) = keys.get("shared_expert_intermediate_size", ("shared_expert_intermediate_size",))
