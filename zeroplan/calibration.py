@@ -1,8 +1,8 @@
 """Calibrates a GPU's rates with measured steps: which fraction of the data sheet does it really reach?
 
-One factor scales all fitted shares until the modelled step is as long as the measured one. If the optimizer's step was timed
-separately, it has its own factor. One run cannot show which operators were slow, and its factor carries that run's own slowness
-to every other; the median factor of several runs does not.
+One factor scales all fitted shares until the modelled step is as long as expected. If the optimizer's step was timed separately,
+it has its own factor. For the measured job, the expected step is the measured one. For another job, the model is expected to be off
+by a part of the runs' deviations alone (:mod:`zeroplan.carried`): the rest is those runs' own.
 """
 
 import math
@@ -11,12 +11,14 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
+from zeroplan.carried import Deviating, expected, of_job, of_model
 from zeroplan.engines.account import Account
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of
 from zeroplan.measurement import Measurement
 from zeroplan.spec.hardware import ClusterSpec, SharesSpec
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.steptime import Efficiency, Running, StepTime, shares_of, step_time
 from zeroplan.steptime.efficiency import MOST
 from zeroplan.steptime.parts import Does
@@ -55,15 +57,17 @@ def middle(several: Sequence[Reached]) -> Reached:
     return Reached(*(math.exp(median(map(math.log, factors))) for factors in zip(*several, strict=True)))
 
 
-def calibrated(records: Sequence[Measurement], cluster: ClusterSpec) -> ClusterSpec:
-    """Return the cluster with the shares that the recorded steps reached on its GPU, the median of several records.
+def calibrated(records: Sequence[Measurement], cluster: ClusterSpec, of: ModelSpec | JobSpec) -> ClusterSpec:
+    """Return the cluster with the shares that recorded steps on its GPU let one expect of a job, or of any layout of a model.
 
     The scaled shares are those of the first record's engine. Raises :class:`~zeroplan.errors.SpecError` for a record without
     times, of another GPU, or with a duration that no share of its rates explains.
     """
     steps = [_of_record(record, cluster) for record in records]
-    factor = middle([step.reached for step in steps])
-    source = f"calibrated by a step of {steps[0].seconds:.3f} s" if len(steps) == 1 else f"calibrated by {len(steps)} steps"
+    every = [_towards(one, of, steps) for one in steps]
+    factor = middle([reached(one.job, took) for one, took in zip(steps, every, strict=True)])
+    seconds = steps[0].took.computing_s + (steps[0].took.stepping_s or 0.0)
+    source = f"calibrated by a step of {seconds:.3f} s" if len(steps) == 1 else f"calibrated by {len(steps)} steps"
     base = shares_of(replace(cluster, shares=None))
     return replace(cluster, shares=_spec(base.scaled(factor.computing, stepping=factor.stepping), source))
 
@@ -72,35 +76,57 @@ class Learnt(NamedTuple):
     """The calibration of a cluster from one measured rate of a job."""
 
     cluster: ClusterSpec
-    """The job's cluster with the shares that the run reached."""
+    """The job's cluster with the shares that are expected."""
     measured_s: float
     """The measured duration of the step. [s]"""
     estimated_s: float
     """The duration that was estimated before calibration. [s]"""
     factor: float
-    """The reached shares of all computation, as a multiple of the fitted ones."""
+    """The expected shares of all computation, as a multiple of the fitted ones."""
+    carried: float = 1.0
+    """The part of the run's deviation that is expected of the other job; 1 for the run itself."""
 
 
-def learnt_from(job: JobSpec, tokens_per_s: float) -> Learnt:
+def learnt_from(job: JobSpec, tokens_per_s: float, of: ModelSpec | JobSpec | None = None) -> Learnt:
     """Calibrate the job's cluster with its measured rate, in tokens per second and GPU.
+
+    ``of``: what is predicted with it, if not this job: another job, or any layout of a model.
 
     Raises :class:`~zeroplan.errors.SpecError` if no share of the GPU's rates explains that rate.
     """
-    account, base = account_of(job, job.batch), shares_of(replace(job.cluster, shares=None))
-    before = _time(job, account, base, None)
+    job = replace(job, cluster=replace(job.cluster, shares=None))
+    account = account_of(job, job.batch)
+    before = _time(job, account, shares_of(job.cluster), None)
     seconds = float(before.tokens) / tokens_per_s
-    factor = reached(replace(job, cluster=replace(job.cluster, shares=None)), Measured(seconds)).computing
+    ran = _Ran(job, Measured(seconds), Measured(float(before.seconds)))
+    reached(job, ran.took, account=account)  # refuses what no share explains
+    towards = _towards(ran, job if of is None else of, [ran])
+    factor = reached(job, towards, account=account).computing
     source = f"calibrated by a run at {tokens_per_s:,.0f} tokens/s per GPU"
-    shares = _spec(base.scaled(factor, stepping=factor), source)
-    return Learnt(replace(job.cluster, shares=shares), seconds, float(before.seconds), factor)
+    shares = _spec(shares_of(job.cluster).scaled(factor, stepping=factor), source)
+    carried = _expected([ran], [1.0], job if of is None else of)
+    return Learnt(replace(job.cluster, shares=shares), seconds, ran.modelled.computing_s, factor, carried)
 
 
-class _Step(NamedTuple):
-    seconds: float
-    reached: Reached
+class _Ran(NamedTuple):
+    job: JobSpec
+    took: Measured
+    modelled: Measured
+
+    @property
+    def computing(self) -> float:
+        """The deviation of forward and backward, or of the whole step."""
+        return math.log(self.took.computing_s / self.modelled.computing_s)
+
+    @property
+    def stepping(self) -> float | None:
+        """The deviation of the optimizer's step, if it was timed."""
+        if not self.took.stepping_s or not self.modelled.stepping_s:
+            return None
+        return math.log(self.took.stepping_s / self.modelled.stepping_s)
 
 
-def _of_record(record: Measurement, cluster: ClusterSpec) -> _Step:
+def _of_record(record: Measurement, cluster: ClusterSpec) -> _Ran:
     steady, there = record.steady, record.job.cluster.gpu
     if steady.seconds is None or not steady.seconds:
         raise SpecError(
@@ -113,7 +139,38 @@ def _of_record(record: Measurement, cluster: ClusterSpec) -> _Step:
     job = replace(record.job, cluster=replace(record.job.cluster, gpu=cluster.gpu, shares=None))
     moved = record.process_group not in ("fake", "none")
     took = Measured(steady.seconds - stepping, stepping, moved) if stepping else Measured(steady.seconds, None, moved)
-    return _Step(steady.seconds, reached(job, took))
+    reached(job, took)  # refuses what no share explains
+    time = _time(job, account_of(job, job.batch), shares_of(job.cluster), None)
+    apart = (
+        (_seconds(time, took, step=False), _seconds(time, took, step=True)) if stepping else (_seconds(time, took, step=None),)
+    )
+    return _Ran(job, took, Measured(*apart))
+
+
+def _towards(one: _Ran, of: ModelSpec | JobSpec, runs: Sequence[_Ran]) -> Measured:
+    """Return how long a run's step would take if it deviated as much as is expected of ``of``."""
+    computing = one.modelled.computing_s * math.exp(_expected(runs, [run.computing for run in runs], of))
+    timed = [(run, run.stepping) for run in runs if run.stepping is not None]
+    if one.stepping is None:
+        return Measured(computing, None, one.took.moved_data)
+    by = _expected([run for run, _ in timed], [by for _, by in timed], of)
+    return Measured(computing, (one.modelled.stepping_s or 0.0) * math.exp(by), one.took.moved_data)
+
+
+def _expected(runs: Sequence[_Ran], deviations: Sequence[float], of: ModelSpec | JobSpec) -> float:
+    """Return the deviation expected of a job, or of any layout of a model; a job that ran deviates as it did."""
+    if isinstance(of, ModelSpec):
+        alike = of_model(of)
+    else:
+        itself = [by for run, by in zip(runs, deviations, strict=True) if _same(run.job, of)]
+        if itself:
+            return median(itself)
+        alike = of_job(of)
+    return expected([Deviating(of_job(run.job), by) for run, by in zip(runs, deviations, strict=True)], alike)
+
+
+def _same(one: JobSpec, other: JobSpec) -> bool:
+    return (one.model, one.recipe, one.mesh, one.batch) == (other.model, other.recipe, other.mesh, other.batch)
 
 
 def _spec(share: Efficiency, source: str) -> SharesSpec:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
+from statistics import median
 
 import pytest
 
+from tests.measured import deviations
 from tests.measured.published_rows import RefusedError, case_of, half_of, kept, measured_step_s
 from tests.measured.throughput import Scored, figures, first_choices, pairs, score, table
-
-PAGE = (Path(__file__).parents[2] / "docs" / "plan.md").read_text(encoding="utf-8")
+from zeroplan.carried import FITTED
 
 
 @cache
@@ -47,6 +47,21 @@ def test_the_layout_that_is_ranked_first_loses_little():
     losses = first_choices(found())
     assert len(losses) > 3
     assert sorted(losses)[len(losses) // 2] <= 0.02
+
+
+@pytest.mark.parametrize("way", deviations.WAYS)
+@pytest.mark.parametrize("half", ["held", "open"])
+def test_a_calibrating_run_makes_no_median_worse(half: str, way: str):
+    """On the same pairs of rows. A run of the same model leaves 4 %."""
+    without, after = deviations.WAYS[way]([one for one in found() if half_of(one.case.row) == half])
+    assert median(after) < median(without)
+    if "same model" in way:
+        assert median(after) < 0.04
+
+
+def test_the_parts_of_deviations_are_those_of_the_open_half():
+    fitted = deviations.fit([one for one in found() if half_of(one.case.row) == "open"])
+    assert fitted == pytest.approx(FITTED, abs=0.001)
 
 
 def test_nvidias_deepseek_has_the_operations_that_nvidia_prints():

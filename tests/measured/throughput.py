@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter, defaultdict
-from contextlib import suppress
-from hashlib import sha256
 from itertools import combinations
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
+from tests.measured import deviations
 from tests.measured.published_rows import (
     Case,
     RefusedError,
@@ -31,15 +30,13 @@ from tests.measured.published_rows import (
     rows_of,
     running_of_row,
 )
-from zeroplan.calibration import Measured, reached
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of, estimate
-from zeroplan.steptime import Efficiency, Running, StepTime, shares_of, step_time
+from zeroplan.steptime import Running, StepTime, step_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from zeroplan.engines.account import Account
     from zeroplan.spec.job import JobSpec
 
 #: Classes of size, by the most parameters of each.
@@ -68,16 +65,10 @@ def predicted(job: JobSpec, running: Running | None = None) -> StepTime:
     return step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
 
 
-def _predicted_of_row(row: Row, job: JobSpec, share: Efficiency | None = None) -> StepTime:
-    running = running_of_row(row, job)
+def _predicted_of_row(row: Row, job: JobSpec) -> StepTime:
+    running, account = running_of_row(row, job), as_the_program_sends(row, job, account_of(job, job.batch))
     with as_the_program_runs(row):
-        return step_time(
-            _account(row, job), job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running, share=share
-        )
-
-
-def _account(row: Row, job: JobSpec) -> Account:
-    return as_the_program_sends(row, job, account_of(job, job.batch))
+        return step_time(account, job.model, job.recipe, job.mesh, job.batch, job.cluster, running=running)
 
 
 def scored(case: Case) -> Scored:
@@ -183,42 +174,6 @@ def first_choices(found: Sequence[Scored]) -> list[float]:
     return sorted(losses)
 
 
-#: Rows of a cluster that calibrate its others, one at a time.
-_CALIBRATING = 8
-
-
-def calibrated(found: Sequence[Scored]) -> dict[str, list[float]]:
-    """Return the errors of a cluster's rows after calibration by another row: by any other, or only by one of the same model.
-
-    A cluster is a program's GPUs of one kind. Up to eight of its rows calibrate one after another, in the order of a hash. A row
-    that no share of the GPU's rates explains calibrates nothing.
-    """
-    clusters: dict[tuple[object, ...], list[Scored]] = defaultdict(list)
-    for one in found:
-        clusters[program(one.case.row), one.case.row["gpu"], one.job.recipe.engine].append(one)
-    errors: dict[str, list[float]] = {"any row": [], "of the same model": []}
-    for ones in clusters.values():
-        ordered = sorted(ones, key=lambda one: sha256(one.case.row["id"].encode()).digest())
-        for first in ordered[:_CALIBRATING]:
-            share = _learnt(first)
-            for other in ordered if share is not None else ():
-                if other is not first:
-                    error = abs(float(_predicted_of_row(other.case.row, other.job, share).seconds) / other.case.step_s - 1)
-                    errors["any row"].append(error)
-                    if other.case.row["model"] == first.case.row["model"]:
-                        errors["of the same model"].append(error)
-    return errors
-
-
-def _learnt(one: Scored) -> Efficiency | None:
-    row, job = one.case.row, one.job
-    took, running = Measured(one.case.step_s), running_of_row(row, job)
-    with suppress(SpecError), as_the_program_runs(row):
-        factor = reached(job, took, running, _account(row, job)).computing
-        return shares_of(job.cluster).scaled(factor, stepping=factor)
-    return None
-
-
 def main() -> None:
     """Print the tables, the reasons for refusals and, on request, every row."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -227,7 +182,9 @@ def main() -> None:
     parser.add_argument("--half", choices=("open", "held"), help="one half alone")
     parser.add_argument("--every", action="store_true", help="print every row, the quickest prediction first")
     parser.add_argument(
-        "--calibrated", action="store_true", help="print the errors after one row per cluster has calibrated it"
+        "--deviations",
+        action="store_true",
+        help="estimate what runs share, and print the errors of rows that others calibrated",
     )
     parser.add_argument("--parts", help="print the parts of these rows' steps, separated by commas")
     asked = parser.parse_args()
@@ -243,10 +200,8 @@ def main() -> None:
     losses = first_choices(found)
     if losses:
         print(f"first choices: {len(losses)} sheets, median loss {median(losses):.1%}, nine of ten within {_ninth(losses):.1%}")
-    for name, errors in calibrated(found).items() if asked.calibrated else ():
-        print(
-            f"calibrated by {name:18}: median {median(errors):.1%}, 90 in 100 within {_ninth(sorted(errors)):.1%}, {len(errors)}"
-        )
+    for line in deviations.lines(found) if asked.deviations else ():
+        print(line)
     for reason, count in refused.most_common():
         print(f"refused {count:4}  {reason}")
     for one in sorted(found, key=lambda one: one.error) if asked.every else ():

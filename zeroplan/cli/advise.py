@@ -28,7 +28,8 @@ def _advise(
     from zeroplan.report.advice import advice_payload, advice_text  # noqa: PLC0415
 
     job, notes, *_ = resolve(job_request.request, extra=job_request.extra, chosen=job_request.chosen)
-    shares = shares_measured(calibrate, job_request)
+    measured = shares_measured(calibrate, job_request)
+    shares = None if measured is None else measured(job.model)
     job, found = replace(job, cluster=replace(job.cluster, shares=shares)), _setup(job_request)
     job = _as_its_program_would(job, found)
     advised = advise(job)

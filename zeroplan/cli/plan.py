@@ -1,7 +1,7 @@
 """``zeroplan plan``: which layout should run on these GPUs, how fast is it, and which file runs it?"""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +17,8 @@ from zeroplan.units import parse_count, parse_fraction
 from zeroplan.whole import refuse_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zeroplan.calibration import Learnt
     from zeroplan.export.files import Target
     from zeroplan.planner.asking import Question
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from zeroplan.report.plan import Beside
     from zeroplan.spec.hardware import SharesSpec
     from zeroplan.spec.job import JobSpec
+    from zeroplan.spec.model import ModelSpec
 
 _flag, _switch = partial(flag, panel="Plan"), partial(switch, panel="Plan")
 _HELD = (
@@ -69,8 +72,8 @@ Calibrate = Annotated[
     _flag(
         "",
         "FILE",
-        "A record of a step on this GPU (`zeroplan verify --backend cuda`), whose rates replace the fitted ones; repeatable: "
-        "the median of several counts.",
+        "A record of a step on this GPU (`zeroplan verify --backend cuda`), repeatable. What is expected to "
+        "carry over from it changes the fitted rates.",
     ),
 ]
 Measured = Annotated[
@@ -79,7 +82,7 @@ Measured = Annotated[
         "",
         "RATE|FILE",
         "The speed of a run on these GPUs, such as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, "
-        "Trainer). Its rates replace the fitted ones.",
+        "Trainer). What is expected to carry over from it changes the fitted rates.",
     ),
 ]
 MeasuredJob = Annotated[str | None, _flag("", "FILE", "The job file of the run that --measured describes.")]
@@ -110,10 +113,9 @@ def plan_command(
     question = question_of(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
-    question = question._replace(search_optimizer=search_optimizer, shares=shares_measured(calibrate, job_request))
-    learnt = _learnt(measured, measured_job, job_request, calibrate)
-    if learnt is not None:
-        question = question._replace(shares=learnt.cluster.shares)
+    learning = _learning(measured, measured_job, job_request, calibrate)
+    calibrating = shares_measured(calibrate, job_request) if learning is None else lambda model: learning(model).cluster.shares
+    question = question._replace(search_optimizer=search_optimizer, calibrating=calibrating)
     if margin is not None:
         question = question._replace(margin=share_of(margin, "--margin"))
     budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
@@ -122,10 +124,11 @@ def plan_command(
         answer, request, notes = _planned(job_request, question, target)
     beside = Beside("", budget, price)
     if answer.best is not None:
+        learnt = () if learning is None else (learnt_words(learning(answer.best.layout.job.model)),)
         beside = _with_command(beside, answer.best, request, job_request)
         if target is not None:
             beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
-        beside = beside._replace(notes=(*beside.notes, *notes, *(() if learnt is None else (learnt_words(learnt),))))
+        beside = beside._replace(notes=(*beside.notes, *notes, *learnt))
     _show(answer, beside, verbose=verbose, as_json=as_json, as_markdown=as_markdown)
     return NO if answer.best is None else 0
 
@@ -179,17 +182,17 @@ def question_of(
     return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch, max_params=max_params)
 
 
-def shares_measured(records: list[str] | None, job_request: JobRequest) -> "SharesSpec | None":
-    """Return the shares of the GPU's rates that the recorded steps reached; None without records."""
+def shares_measured(records: list[str] | None, job_request: JobRequest) -> "Callable[[ModelSpec], SharesSpec | None] | None":
+    """Return a function to the shares that recorded steps let one expect of a model's layouts; None without records."""
     if not records:
         return None
     from zeroplan.calibration import calibrated  # noqa: PLC0415  only this flag pays for it
     from zeroplan.records import read_record  # noqa: PLC0415
     from zeroplan.resolve import cluster_of  # noqa: PLC0415
 
-    return calibrated(
-        [read_record(Path(record)) for record in records], cluster_of(job_request.request, job_request.extra)
-    ).shares
+    read, here = [read_record(Path(one)) for one in records], cluster_of(job_request.request, job_request.extra)
+
+    return cache(lambda model: calibrated(read, here, model).shares)
 
 
 def measured_rate(text: str, job: "JobSpec") -> float:
@@ -213,8 +216,10 @@ def measured_rate(text: str, job: "JobSpec") -> float:
 _RATE = "tokens-per-second"
 
 
-def _learnt(measured: str | None, path: str | None, job_request: JobRequest, calibrate: list[str] | None) -> "Learnt | None":
-    """Return the calibration from the run of --measured and --measured-job; None without it."""
+def _learning(
+    measured: str | None, path: str | None, job_request: JobRequest, calibrate: list[str] | None
+) -> "Callable[[ModelSpec], Learnt] | None":
+    """Return a function to what the run of --measured and --measured-job teaches of a model's layouts; None without it."""
     if (measured is None) != (path is None):
         raise SpecError(
             "--measured needs --measured-job, the job file of that run, and --measured-job needs --measured; give both"
@@ -233,7 +238,8 @@ def _learnt(measured: str | None, path: str | None, job_request: JobRequest, cal
     )
     if job.cluster.gpu is None or here.gpu is None or job.cluster.gpu.name != here.gpu.name:
         raise SpecError(f"--measured-job {path!r} describes another GPU than --gpu; use the same")
-    return learnt_from(job, measured_rate(measured, job))
+    rate = measured_rate(measured, job)
+    return cache(lambda model: learnt_from(job, rate, model))
 
 
 def _show(plan: "Plan", said: "Beside", *, verbose: bool, as_json: bool, as_markdown: bool) -> None:

@@ -35,7 +35,7 @@ def time_command(
     if learnt is not None:
         job = replace(job, cluster=learnt.cluster)
     elif calibrate:
-        job = replace(job, cluster=calibrated([read_record(Path(one)) for one in calibrate], job.cluster))
+        job = replace(job, cluster=calibrated([read_record(Path(one)) for one in calibrate], job.cluster, job))
     answer, time = judged(job), time_of(job, mfu=share)
     if as_json:
         typer.echo(json_text(step_payload(answer, time, learnt, resolved.notes)))

@@ -30,6 +30,7 @@ from zeroplan.resolve import OPTIONS, Request, Resolved, beyond_positions, mesh_
 from zeroplan.resolve.padding import padding_note
 from zeroplan.spec.hardware import SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES, JobSpec
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import kernels_under
 from zeroplan.transformer.params import parameter_count
 
@@ -51,7 +52,8 @@ class Question(NamedTuple):
     max_seq: bool = False
     max_batch: bool = False
     max_params: bool = False
-    shares: SharesSpec | None = None
+    calibrating: Callable[[ModelSpec], SharesSpec | None] | None = None
+    """Returns the shares that measured runs let one expect of a model's layouts."""
     search_optimizer: bool = False
     margin: float = Fixed().margin
     """Share of the GPU's memory that a plan keeps free."""
@@ -117,7 +119,8 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
         raise SpecError(
             f"--recompute-layers {request.recompute_layers} is more than the {layers} layers of the model; use fewer"
         )
-    base = replace(base, cluster=replace(base.cluster, shares=question.shares))
+    shares = None if question.calibrating is None else question.calibrating(base.model)
+    base = replace(base, cluster=replace(base.cluster, shares=shares))
     if not question.is_extreme:
         fixed, assumed = _with_a_batch(base, fixed, question.grad_accum)
         notes = (*notes, *assumed)
@@ -219,7 +222,7 @@ def _refuse(request: Request, question: Question) -> None:
 
 
 def _refuse_values(request: Request, question: Question) -> None:
-    if question.mfu is not None and question.shares is not None:
+    if question.mfu is not None and question.calibrating is not None:
         raise SpecError("--mfu and --calibrate are two rates at which a GPU computes; leave one of them out")
     if not 0 <= question.margin <= 0.9:
         raise SpecError(f"--margin {question.margin} is not a share of the GPU's memory that can stay free; use 0 to 0.9")

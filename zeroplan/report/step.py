@@ -25,11 +25,11 @@ def step_text(answer: Estimate, time: StepTime, learnt: Learnt | None, notes: Se
 
 def learnt_words(learnt: Learnt) -> str:
     """Return the rates learnt from a measured run, and the jobs to which they apply."""
-    return (
-        f"Measured: a step of {learnt.measured_s:,.3f} s, where {learnt.estimated_s:,.3f} s were estimated. What computes reaches "
-        f"{learnt.factor:.2f} of the usual rates here; the links' rates stay. This carries to layouts of the same model on the "
-        "same cluster: the median error of published runs fell from 4 to 3 % with three such runs, and hardly with one."
-    )
+    factor = f"What computes reaches {learnt.factor:.2f} of the usual rates here; the links' rates stay."
+    said = f"Measured: a step of {learnt.measured_s:,.3f} s, where {learnt.estimated_s:,.3f} s were estimated."
+    if learnt.carried == 1:
+        return f"{said} {factor} Other jobs share a part of this deviation: `zeroplan plan --measured` says which."
+    return f"{said} {learnt.carried:.0%} of this deviation is expected of other layouts, as published runs show it. {factor}"
 
 
 def step_payload(answer: Estimate, time: StepTime, learnt: Learnt | None, notes: Sequence[str]) -> dict[str, object]:
@@ -45,6 +45,7 @@ def step_payload(answer: Estimate, time: StepTime, learnt: Learnt | None, notes:
         "parts": [part_payload(one) for one in time.parts],
         "measured": None if learnt is None else {
             "step_s": learnt.measured_s, "estimated_s": learnt.estimated_s, "factor": learnt.factor,
+            "carried": learnt.carried,
         },
         "notes": list(notes),
     }  # fmt: skip

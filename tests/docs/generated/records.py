@@ -9,11 +9,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tests.docs.generated.markdown import table
-from tests.measured import megatron_golden, reserved_on_gpus, stored, throughput
+from tests.measured import deviations, megatron_golden, reserved_on_gpus, stored, throughput
 from tests.measured.errors import held_in
 from tests.on_gpus.figures import ESTIMATE, ninety, sources
 from tests.on_gpus.gpu_records import seen
 from tests.on_gpus.step_times import timed
+from zeroplan.carried import FITTED, Parts
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.engines.requests import not_written
 from zeroplan.replay import StepReplay
@@ -147,6 +148,30 @@ def step_pairs() -> str:
     ])  # fmt: skip
 
 
+def calibrated() -> str:
+    """Return the errors of published rows with and without a calibrating run, on the same pairs of rows."""
+    heads = ("half", "calibrated by", "pairs:", "median without:", "90 in 100 without:", "median with:", "90 in 100 with:")
+    return table(heads, [
+        (half, name, f"{count:,}", *(f"{figure:.1%}" for figure in figures))
+        for half, name, count, *figures in deviations.table(_scored())
+    ])  # fmt: skip
+
+
+def shared_deviations() -> str:
+    """Return the parts of a run's deviation, and who shares them."""
+    whole = sum(size**2 for size in FITTED)
+    return table(("part", "shared by", "standard deviation:", "of the variance:"), [
+        (name, _SHARED_BY[name], f"{size:.1%}", f"{size**2 / whole:.0%}")
+        for name, size in zip(Parts._fields, FITTED, strict=True)
+    ])  # fmt: skip
+
+
+_SHARED_BY = {
+    "machine": "all jobs on these GPUs, with their network, host and program", "model": "jobs of the same model",
+    "kernels": "jobs with the same kernels, precision and recomputation",
+    "split": "jobs with the same tensor, pipeline, context and expert parallelism",
+    "layout": "jobs that have all of these in common, and micro-batch and sequence", "own": "nobody",
+}  # fmt: skip
 _AXES = {
     "all": "anything", "micro_batch": "the micro-batch alone", "tp": "tensor parallelism alone", "pp": "the pipeline alone",
     "recompute": "recomputation alone", "flash": "the attention kernel alone", "vpp": "chunks alone",

@@ -7,6 +7,7 @@ from zeroplan.engines.megatron.adapters import trained_by
 from zeroplan.engines.megatron.buckets import Padded, padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
+from zeroplan.engines.megatron.whole_matrices import Owned, owned_by
 from zeroplan.engines.megatron.widths import WEIGHTS_TOO
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
@@ -39,6 +40,13 @@ class Rank(NamedTuple):
     schedule: Schedule
     frozen: Int = 0
     """Frozen parameters beside adapters."""
+    muon: Owned | None = None
+    """What the optimizer updates on this rank, if it is Muon."""
+
+    @property
+    def padding(self) -> Int:
+        """Elements by which the buffers of weights and gradients are larger, so that Muon's matrices stay whole."""
+        return 0 if self.muon is None else self.muon.padding
 
     @property
     def counts(self) -> Counts:
@@ -91,7 +99,7 @@ def _made(at: int, job: Job) -> Rank:
         frozen = inside + ends + experts
         ends, (inside, experts) = 0, trained_by(job, counts, is_first=first, is_last=last)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
-    padded = Padded(inside + ends, experts, in_fp8(job, counts))
+    padded, by_muon = Padded(inside + ends, experts, in_fp8(job, counts)), job.recipe.optimizer == "muon"
     if job.recipe.zero_stage == WEIGHTS_TOO:
         padded = _padded(counts, job)
     return Rank(
@@ -107,7 +115,12 @@ def _made(at: int, job: Job) -> Rank:
         each,
         schedule,
         frozen,
+        _by_muon(each, Owned(matrices + padded.experts, padded.beside - matrices), job, at) if by_muon else None,
     )
+
+
+def _by_muon(each: tuple[Counts, ...], whole: Owned, job: Job, at: int) -> Owned:
+    return owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=at == 0, last=at == int(job.mesh.pp) - 1)
 
 
 def _padded(counts: Counts, job: Job) -> Padded:
@@ -158,5 +171,7 @@ def same_experts(job: Job) -> Int:
 
 def updated_by(rank: Rank, job: Job) -> tuple[Int, str]:
     """Return the number of parameters that this rank's optimizer updates, and its formula."""
+    if rank.muon is not None:
+        return rank.muon.matrices + rank.muon.others, "(Y_own + A_own)"
     share = ceil_div(rank.elements, sharers(job)) + ceil_div(rank.experts, expert_sharers(job))
     return share, "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"
