@@ -11,6 +11,7 @@ from functools import partial
 
 from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Module, Role, Tag
+from zeroplan.transformer.families.float8 import FOUR_BITS, in_four_bits
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, gradient, tensor, through
 from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, c, e, f, h
@@ -86,18 +87,64 @@ def in_float8(recipe: str) -> Mode:
     A checkpoint by operator sees products of float8 tensors as products, and keeps the same ones as in 16 bits.
     """
     by_rows, gathered = recipe == "rowwise", recipe.endswith("-gathered")
-    return COMPILED_BLOCK._replace(
-        linear=partial(_float8_linear, by_rows=by_rows, gathered=gathered), gate=partial(_float8_gated, by_rows=by_rows)
-    )
+    if recipe == "nvfp4":
+        return COMPILED_BLOCK._replace(linear=_linear_in_four_bits)
+    in_blocks = recipe == "mxfp8"
+    linear = partial(_float8_linear, by_rows=by_rows, gathered=gathered, in_blocks=in_blocks)
+    return COMPILED_BLOCK._replace(linear=linear, gate=partial(_float8_gated, by_rows=by_rows, in_blocks=in_blocks))
+
+
+def _linear_in_four_bits(
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False
+) -> Value:  # fmt: skip
+    """Run a product in NVFP4. A checkpoint by operator keeps no such product: torch has another operator for it than ``mm``.
+
+    One kernel makes the codes of a matrix by rows, for this product, and by columns, which the backward reads. Products of the same
+    input share them.
+    """
+    if bias:
+        raise AssertionError("layers with a bias are refused")
+    name, matrix, demand = site.name, reads * width, tape.demand
+    rows = [in_four_bits(tape, f"{what} of the {name}", n, TEMPORARY) for what, n in (("input", T * reads), ("weight", matrix))]
+    of_input = None if demand is None else demand.in_four_bits.get(value.store)
+    if of_input is None:
+        of_input = in_four_bits(tape, f"input of the {name}, by columns", T * reads, TENSOR)
+    else:
+        tape.hold(of_input)
+    of_weight = in_four_bits(tape, f"weight of the {name}, by columns", matrix, TENSOR)
+    made = tensor(tape, f"output of the {name}", e, T * width, FOUR_BITS, Tag(Role.OUTPUT, site.module))
+    if demand is not None:
+        demand.in_four_bits[value.store] = of_input
+        demand.made_from[made.store] = (value.store, of_input, of_weight)
+    tape.drop(*rows)
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        for order in ("rows", "columns"):
+            codes = in_four_bits(tape, f"gradient of the {name}'s output, by {order}", T * width, TEMPORARY)
+            tape.scratch.append(codes)
+        if site.module is Module.DOWN:  # the graph makes this weight's gradient last of the branch
+            tape.hold_to_the_end(codes)
+        tape.weight_gradient(matrix)
+        return [(value, gradient(tape, value, f"gradient through the {name}", FOUR_BITS))]
+
+    tape.add(name, (made,), (of_input, of_weight), backward, of=(value,), place=site.place)
+    tape.drop(of_input, of_weight)
+    return made
 
 
 def _float8_linear(
-    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool, gathered: bool
+    tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool, gathered: bool,
+    in_blocks: bool,
 ) -> Value:  # fmt: skip
-    """Run a product in float8, whose casts are fused. A bias is added in the kernel of a later operator."""
+    """Run a product in float8, whose casts are fused. A bias is added in the kernel of a later operator.
+
+    ``in_blocks``: MXFP8, whose casts are kernels of torchao's.
+    """
     name, matrix = site.name, reads * width
-    factors = [tape.make(TEMPORARY, f"input of the {name} in float8", T * reads, FLOAT8)]
-    factors += [] if gathered else [tape.make(TEMPORARY, f"weight of the {name} in float8", matrix, FLOAT8)]
+    read = (("input", T * reads),) if gathered else (("input", T * reads), ("weight", matrix))
+    factors = [
+        tape.make(TEMPORARY, f"{what} of the {name} in float8", _codes(n, in_blocks=in_blocks), FLOAT8) for what, n in read
+    ]
     made = tensor(tape, f"output of the {name}", e, T * width, FLOAT8, Tag(Role.OUTPUT, site.module))
     if by_rows:
         _keep_scales(tape, value, site)
@@ -110,7 +157,7 @@ def _float8_linear(
             (f"weight of the {name} in float8, by columns", matrix),
             (f"input of the {name} in float8", T * reads),
         ):
-            tape.temporary(what, size, FLOAT8)
+            tape.temporary(what, _codes(size, in_blocks=in_blocks), FLOAT8)
         tape.weight_gradient(matrix)
         if bias:
             tape.weight_gradient(width)
@@ -118,6 +165,11 @@ def _float8_linear(
 
     tape.add(name, (made,), (value,), backward, of=None, place=site.place)
     return made
+
+
+def _codes(elements: Size, *, in_blocks: bool) -> Size:
+    """Codes of a byte. MXFP8 has a scale of a byte for 32 of them, which a second copy puts into the order that products read."""
+    return elements + 2 * ceil(elements, 32) if in_blocks else elements
 
 
 def _keep_scales(tape: Tape, value: Value, site: Site) -> None:
@@ -132,7 +184,9 @@ def _keep_scales(tape: Tape, value: Value, site: Site) -> None:
     tape.drop(scales)
 
 
-def _float8_gated(tape: Tape, gate: Value, up: Value, reason: str, name: str, *, by_rows: bool) -> Value:
+def _float8_gated(
+    tape: Tape, gate: Value, up: Value, reason: str, name: str, *, by_rows: bool, in_blocks: bool
+) -> Value:  # fmt: skip
     """``act(gate) * up``. The graph makes float8 weights of products of the backward where it makes those of the recomputation.
 
     With scales per row, the kernels also write a gradient in fp32, and float8 copies of the product and of a gradient.
@@ -140,7 +194,8 @@ def _float8_gated(tape: Tape, gate: Value, up: Value, reason: str, name: str, *,
     made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("weights of two recomputed products in float8, by columns", h * c + h * f, FLOAT8)
+        of_weights = _codes(h * c + h * f, in_blocks=in_blocks)
+        tape.temporary("weights of two recomputed products in float8, by columns", of_weights, FLOAT8)
         tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
         if by_rows:
             tape.temporary(f"{reason}: its gradients in fp32 and float8", 3 * gate.shape, FLOAT8)

@@ -13,7 +13,7 @@ bits, each with a scale of a byte for 16 elements: so a layer keeps its weight b
 from functools import partial
 
 from zeroplan.expr import Size, ceil
-from zeroplan.ledger import Role, Tag
+from zeroplan.ledger import Kind, Role, Tag
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import Arriving, Beside, Mode, Site, Store, Tape, Value
@@ -127,10 +127,15 @@ def _linear_in_blocks(
 
 def _in_blocks(tape: Tape, what: str, elements: Size, *, four: bool, saved: bool = False) -> Store:
     """Codes of 8 or 4 bits, and a byte for the scale of 32 or 16 of them."""
-    size = ceil(elements, 2) + ceil(elements, 16) if four else elements + ceil(elements, 32)
-    return tape.make(
-        TENSOR if saved else TEMPORARY, f"{what} in {'NVFP4' if four else 'MXFP8'}", size, FOUR_BITS if four else BLOCKS
-    )
+    kind = TENSOR if saved else TEMPORARY
+    if four:
+        return in_four_bits(tape, what, elements, kind)
+    return tape.make(kind, f"{what} in MXFP8", elements + ceil(elements, 32), BLOCKS)
+
+
+def in_four_bits(tape: Tape, what: str, elements: Size, kind: Kind) -> Store:
+    """Codes of 4 bits, and a byte for the scale of 16 of them."""
+    return tape.make(kind, f"{what} in NVFP4", ceil(elements, 2) + ceil(elements, 16), FOUR_BITS)
 
 
 def _in_float8(tape: Tape, what: str, elements: Size, scales: Size | None) -> list[Store]:
