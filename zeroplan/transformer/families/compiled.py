@@ -147,7 +147,9 @@ def _float8_linear(
     ]
     made = tensor(tape, f"output of the {name}", e, T * width, FLOAT8, Tag(Role.OUTPUT, site.module))
     if by_rows:
-        _keep_scales(tape, value, site)
+        _keep_scales(tape, value, site, 4 * T)
+    if in_blocks and site.module is Module.GATE:  # the next product, which the backward makes again, reads them, too
+        _keep_scales(tape, value, site, ceil(T * reads, 32))
     tape.matrix_product(made.store)
     tape.drop(*factors)
 
@@ -172,14 +174,14 @@ def _codes(elements: Size, *, in_blocks: bool) -> Size:
     return elements + 2 * ceil(elements, 32) if in_blocks else elements
 
 
-def _keep_scales(tape: Tape, value: Value, site: Site) -> None:
-    """Keep a scale per row of a kept product's input, in fp32, once for each input. No down projection's output is kept."""
+def _keep_scales(tape: Tape, value: Value, site: Site, size: Size) -> None:
+    """Keep the scales of a kept product's input, once for each input. No down projection's output is kept."""
     demand = tape.demand
     is_kept = len(tape.selected.products) % 2 == 0 and site.module is not Module.DOWN
     if demand is None or not is_kept or value.store in demand.scaled:
         return
     demand.scaled.add(value.store)
-    scales = tape.make(TENSOR, f"scales of the rows of the {site.name}'s input", 4 * T, FLOAT8)
+    scales = tape.make(TENSOR, f"scales of the {site.name}'s input", size, FLOAT8)
     tape.kernel_output(scales)
     tape.drop(scales)
 
