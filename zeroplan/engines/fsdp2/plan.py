@@ -335,6 +335,10 @@ def plan_of(
     frozen_width = width.stored if model.frozen_as_trained else width.compute
     buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *_older_tables(model, recipe))
     here, there = _held(_states(cut, tensors, recipe, frozen_width, updated), buffers, recipe, cut)
+    if {"te-float8", "te-experts"} <= set(recipe.fused_parts):
+        from zeroplan.transformer.families.te_float8 import cached  # noqa: PLC0415  keeps start-up fast
+
+        here = (*here, cached(cut.tree))
     in_the_loop = held_beside(model, recipe, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
