@@ -81,7 +81,6 @@ def not_written(job: JobSpec) -> str:
         (recipe.optimizer == "dion-muon", "dion's Muon"),
         (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
-        (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         (model.per_layer is not None, "embeddings of each layer"),
         (
             job.mesh.pp > 1 and recipe.loss == "chunked" and recipe.fsdp2.shards_ends,

@@ -10,9 +10,20 @@ Source: torch 2.13, ``_functorch/partitioners.py`` (``min_cut_rematerialization_
 from functools import partial
 
 from zeroplan.expr import Size, ceil
-from zeroplan.ledger import Module, Role, Tag
-from zeroplan.transformer.families.float8 import FOUR_BITS, in_four_bits
-from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, gradient, tensor, through
+from zeroplan.ledger import Kind, Module, Role, Tag
+from zeroplan.transformer.families.float8 import FOUR_BITS, in_blocks
+from zeroplan.transformer.families.operators import (
+    TEMPORARY,
+    TENSOR,
+    gradient,
+    in_turn,
+    makes,
+    makes_weight_gradient,
+    needs,
+    run,
+    tensor,
+    through,
+)
 from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, c, e, f, h
 
@@ -41,13 +52,8 @@ def norm(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Valu
 
 def rotary(tape: Tape, value: Value, site: Site) -> Value:
     """Rotate queries or keys in one kernel, which saves nothing. ``value`` stays."""
-    made = tensor(tape, site.name, value.dtype, value.shape, COMPILED)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of the {site.name}", COMPILED))]
-
-    tape.add(f"rotary positions of the {site.name}", (made,), (), backward, of=(value,))
-    return made
+    at = Site(f"rotary positions of the {site.name}", COMPILED)
+    return run(tape, value, site.name, at, gradient=f"gradient of the {site.name}")
 
 
 def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
@@ -89,9 +95,9 @@ def in_float8(recipe: str) -> Mode:
     by_rows, gathered = recipe == "rowwise", recipe.endswith("-gathered")
     if recipe == "nvfp4":
         return COMPILED_BLOCK._replace(linear=_linear_in_four_bits)
-    in_blocks = recipe == "mxfp8"
-    linear = partial(_float8_linear, by_rows=by_rows, gathered=gathered, in_blocks=in_blocks)
-    return COMPILED_BLOCK._replace(linear=linear, gate=partial(_float8_gated, by_rows=by_rows, in_blocks=in_blocks))
+    in_mxfp8 = recipe == "mxfp8"
+    linear = partial(_float8_linear, by_rows=by_rows, gathered=gathered, in_mxfp8=in_mxfp8)
+    return COMPILED_BLOCK._replace(linear=linear, gate=partial(_float8_gated, by_rows=by_rows, in_mxfp8=in_mxfp8))
 
 
 def _linear_in_four_bits(
@@ -105,13 +111,15 @@ def _linear_in_four_bits(
     if bias:
         raise AssertionError("layers with a bias are refused")
     name, matrix, demand = site.name, reads * width, tape.demand
-    rows = [in_four_bits(tape, f"{what} of the {name}", n, TEMPORARY) for what, n in (("input", T * reads), ("weight", matrix))]
+    rows = [
+        _in_four_bits(tape, f"{what} of the {name}", n, TEMPORARY) for what, n in (("input", T * reads), ("weight", matrix))
+    ]
     of_input = None if demand is None else demand.in_four_bits.get(value.store)
     if of_input is None:
-        of_input = in_four_bits(tape, f"input of the {name}, by columns", T * reads, TENSOR)
+        of_input = _in_four_bits(tape, f"input of the {name}, by columns", T * reads, TENSOR)
     else:
         tape.hold(of_input)
-    of_weight = in_four_bits(tape, f"weight of the {name}, by columns", matrix, TENSOR)
+    of_weight = _in_four_bits(tape, f"weight of the {name}, by columns", matrix, TENSOR)
     made = tensor(tape, f"output of the {name}", e, T * width, FOUR_BITS, Tag(Role.OUTPUT, site.module))
     if demand is not None:
         demand.in_four_bits[value.store] = of_input
@@ -120,7 +128,7 @@ def _linear_in_four_bits(
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for order in ("rows", "columns"):
-            codes = in_four_bits(tape, f"gradient of the {name}'s output, by {order}", T * width, TEMPORARY)
+            codes = _in_four_bits(tape, f"gradient of the {name}'s output, by {order}", T * width, TEMPORARY)
             tape.scratch.append(codes)
         if site.module is Module.DOWN:  # the graph makes this weight's gradient last of the branch
             tape.hold_to_the_end(codes)
@@ -132,46 +140,45 @@ def _linear_in_four_bits(
     return made
 
 
+def _in_four_bits(tape: Tape, what: str, elements: Size, kind: Kind) -> Store:
+    return tape.make(kind, *in_blocks(what, elements, four=True), FOUR_BITS)
+
+
 def _float8_linear(
     tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False, by_rows: bool, gathered: bool,
-    in_blocks: bool,
+    in_mxfp8: bool,
 ) -> Value:  # fmt: skip
     """Run a product in float8, whose casts are fused. A bias is added in the kernel of a later operator.
 
-    ``in_blocks``: MXFP8, whose casts are kernels of torchao's.
+    ``in_mxfp8``: MXFP8, whose casts are kernels of torchao's.
     """
-    name, matrix = site.name, reads * width
+    name, matrix, codes = site.name, reads * width, partial(_codes, in_mxfp8=in_mxfp8)
     read = (("input", T * reads),) if gathered else (("input", T * reads), ("weight", matrix))
-    factors = [
-        tape.make(TEMPORARY, f"{what} of the {name} in float8", _codes(n, in_blocks=in_blocks), FLOAT8) for what, n in read
-    ]
+    factors = [tape.make(TEMPORARY, f"{what} of the {name} in float8", codes(n), FLOAT8) for what, n in read]
     made = tensor(tape, f"output of the {name}", e, T * width, FLOAT8, Tag(Role.OUTPUT, site.module))
     if by_rows:
         _keep_scales(tape, value, site, 4 * T)
-    if in_blocks and site.module is Module.GATE:  # the next product, which the backward makes again, reads them, too
+    if in_mxfp8 and site.module is Module.GATE:  # the next product, which the backward makes again, reads them, too
         _keep_scales(tape, value, site, ceil(T * reads, 32))
     tape.matrix_product(made.store)
     tape.drop(*factors)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        for what, size in (
-            (f"gradient of the {name}'s output in float8, by rows and by columns", 2 * T * width),
-            (f"weight of the {name} in float8, by columns", matrix),
-            (f"input of the {name} in float8", T * reads),
-        ):
-            tape.temporary(what, _codes(size, in_blocks=in_blocks), FLOAT8)
-        tape.weight_gradient(matrix)
-        if bias:
-            tape.weight_gradient(width)
-        return [(value, gradient(tape, value, f"gradient through the {name}", FLOAT8))]
-
+    backward = in_turn(
+        needs(
+            FLOAT8,
+            (f"gradient of the {name}'s output in float8, by rows and by columns", codes(2 * T * width)),
+            (f"weight of the {name} in float8, by columns", codes(matrix)),
+            (f"input of the {name} in float8", codes(T * reads)),
+        ),
+        makes_weight_gradient(matrix, *((width,) if bias else ())),
+        makes(f"gradient through the {name}", FLOAT8, value),
+    )  # fmt: skip
     tape.add(name, (made,), (value,), backward, of=None, place=site.place)
     return made
 
 
-def _codes(elements: Size, *, in_blocks: bool) -> Size:
+def _codes(elements: Size, *, in_mxfp8: bool) -> Size:
     """Codes of a byte. MXFP8 has a scale of a byte for 32 of them, which a second copy puts into the order that products read."""
-    return elements + 2 * ceil(elements, 32) if in_blocks else elements
+    return elements + 2 * ceil(elements, 32) if in_mxfp8 else elements
 
 
 def _keep_scales(tape: Tape, value: Value, site: Site, size: Size) -> None:
@@ -187,7 +194,7 @@ def _keep_scales(tape: Tape, value: Value, site: Site, size: Size) -> None:
 
 
 def _float8_gated(
-    tape: Tape, gate: Value, up: Value, reason: str, name: str, *, by_rows: bool, in_blocks: bool
+    tape: Tape, gate: Value, up: Value, reason: str, name: str, *, by_rows: bool, in_mxfp8: bool
 ) -> Value:  # fmt: skip
     """``act(gate) * up``. The graph makes float8 weights of products of the backward where it makes those of the recomputation.
 
@@ -196,7 +203,7 @@ def _float8_gated(
     made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        of_weights = _codes(h * c + h * f, in_blocks=in_blocks)
+        of_weights = _codes(h * c + h * f, in_mxfp8=in_mxfp8)
         tape.temporary("weights of two recomputed products in float8, by columns", of_weights, FLOAT8)
         tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
         if by_rows:
