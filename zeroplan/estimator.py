@@ -562,7 +562,7 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     """
     recipe = job.recipe
     late = highest.phase in (Phase.LOSS, Phase.BACKWARD)
-    lets_go = recipe.fsdp2.modules == "torchtitan"
+    lets_go = recipe.fsdp2.are_torchtitans
     if recipe.engine in ON_PAPER or recipe.loss != "full" or job.mesh.pp > 1 or lets_go or not late:
         return ()
     upcast = recipe.precision.endswith("mixed") and recipe.engine != "deepspeed" and job.model.profile is None

@@ -209,7 +209,7 @@ def structures(base: JobSpec, fixed: Fixed, *, offload: bool, wide: bool = False
     The user's choice about offload applies in both cases. ``wide``: also DeepSpeed's smaller buckets, which save memory but no
     time; with ``engine="deepspeed"`` they are always tried.
     """
-    if base.recipe.fsdp2.modules == "torchtitan":
+    if base.recipe.fsdp2.are_torchtitans:
         raise SpecError("--modules torchtitan is not searched: its layouts are few; use `zeroplan estimate`, or leave it out")
     if SENDING & set(base.recipe.fused_parts):
         raise SpecError("kernels that send tokens to experts are not searched; use `zeroplan estimate`, or leave them out")

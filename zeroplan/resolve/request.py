@@ -308,7 +308,8 @@ class Request(Spec):
                         hint="whether the training loop keeps the model's output"),
     )})
     modules: WhoseModules | None = field(default=None, metadata={"option": Option(
-        "Whose implementation of the model is trained: transformers', or torchtitan's own Llama 3 (engine fsdp2). "
+        "Whose implementation of the model is trained: transformers', or torchtitan's own Llama 3 of release 0.2.2 "
+        "(torchtitan) or 0.3.0 (torchtitan-0.3), engine fsdp2. "
         "(default: transformers, or as the file of --from has it)", RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(

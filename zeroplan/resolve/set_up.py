@@ -78,7 +78,7 @@ def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]
     if read.request.modules is not None or "fsdp2.modules" in chosen:
         return _as_compiled(complete, own) if recipe.fsdp2.modules == own.name else (complete, own.instead)
     its_own = replace(recipe, fsdp2=replace(recipe.fsdp2, modules=own.name))
-    for refused, _ in refusals(complete.model, its_own, complete.mesh):
+    for refused, _ in refusals(complete.model, its_own, complete.mesh, complete.batch):
         return complete, (*own.instead, f"{own.name}'s own modules are not modelled with {refused}")
     note = f"{own.name}'s own modules are counted, since its file was read; --modules transformers counts transformers'"
     found, notes = _as_compiled(replace(complete, recipe=its_own), own)

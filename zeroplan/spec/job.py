@@ -325,7 +325,7 @@ class JobSpec(Spec):
         if self.model.profile is not None:
             self._check_what_a_profile_tells()
         check_per_layer(self.model, self.recipe)
-        check_torchtitan(self.model, self.recipe, self.mesh)
+        check_torchtitan(self.model, self.recipe, self.mesh, self.batch)
         check_release(self.model, self.recipe, self.mesh)
         check_fsdp1(self.model, self.recipe, self.mesh)
         self._check_quantisation_aware()

@@ -39,7 +39,7 @@ def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) 
     """Yield settings whose saved tensors (views of weights among them) the blocks' formulas do not list one by one."""
     yield recipe.engine == "deepspeed" and recipe.zero_stage == 3 and "DeepSpeed's own linear layers at stage 3"
     yield recipe.engine == "megatron" and "engine 'megatron'"
-    yield recipe.fsdp2.modules == "torchtitan" and "modules 'torchtitan'"
+    yield recipe.fsdp2.are_torchtitans and "modules 'torchtitan'"
     yield bool(recipe.fused_parts) and "fused_kernels"
     yield release_of(recipe.transformers) != NOW and f"transformers={recipe.transformers!r}"
     yield model.is_quantised and "quantised weights"

@@ -24,7 +24,7 @@ def not_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator
     yield recipe.engine in (*ON_PAPER, "megatron") and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
     yield recipe.attention == "eager" and "attention 'eager', which always has a mask,", "attention 'sdpa' or 'flash'"
     yield model.profile is not None and "a profile", "a model of a known family"
-    yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
+    yield recipe.fsdp2.are_torchtitans and "modules of torchtitan", "--modules transformers"
     yield release_of(recipe.transformers) != NOW and f"transformers {recipe.transformers}", "a release from 5.0 on"
     for name, degree in (("tp", mesh.tp), ("cp", mesh.cp), ("pp", mesh.pp)):
         yield degree > 1 and f"{name}={degree}", f"{name}=1"

@@ -94,7 +94,8 @@ AUTOMODEL_NORMS = frozenset({
 AUTOMODEL_BLOCKS = (AUTOMODEL_NORMS | {"qwen3"}) - {"nemotron_h"}
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
-WhoseModules = Literal["transformers", "torchtitan"]
+WhoseModules = Literal["transformers", "torchtitan", "torchtitan-0.3"]
+TORCHTITANS = ("torchtitan", "torchtitan-0.3")
 
 
 def kernels_under(engine: str | None, kernels: str | None) -> str | None:
@@ -146,8 +147,8 @@ class Fsdp2Options(Spec):
     2.13.0, 2.14.0 and 2.14.1 were checked); 2.15 covers 2.15.0. ``None``: 2.13; a run uses the installed release."""
 
     modules: WhoseModules = "transformers"
-    """Whose modules train: transformers' (everything outside the blocks is one FSDP2 unit), or torchtitan's own Llama 3 (0.2.2; the
-    embedding is one unit, the last norm with the head another)."""
+    """Whose modules train: transformers' (everything outside the blocks is one FSDP2 unit), or torchtitan's own Llama 3 of release
+    0.2.2 or 0.3.0 (the embedding is one unit, the last norm with the head another)."""
 
     ends_apart: bool = False
     """The embedding is one ``fully_shard`` unit, and the last norm with the head another, which stays gathered until its backward,
@@ -181,7 +182,12 @@ class Fsdp2Options(Spec):
     @property
     def shards_ends(self) -> bool:
         """Whether embedding and head are separate FSDP2 units."""
-        return self.ends_apart or self.modules == "torchtitan"
+        return self.ends_apart or self.are_torchtitans
+
+    @property
+    def are_torchtitans(self) -> bool:
+        """Whether torchtitan's own modules train."""
+        return self.modules in TORCHTITANS
 
     @property
     def of_torch_2_15(self) -> bool:
@@ -324,6 +330,8 @@ class MegatronOptions(Spec):
     fp8_transposes: bool = True
     """False: Blackwell, whose products take FP8 in either layout, so tensors with one scale have no transposed copy. Not an
     argument; without a GPU's name Hopper is assumed."""
+    use_layer_wise_param_layout: bool = True
+    """False is ``--no-use-layer-wise-param-layout``, for Muon at stage 1: gradients are all-reduced in buffers without padding."""
     num_distributed_optimizer_instances: Degree = 1
     """``--num-distributed-optimizer-instances``: groups of data-parallel ranks, each of which shards the optimizer."""
     make_vocab_size_divisible_by: Count = 128
@@ -711,7 +719,8 @@ class RecipeSpec(Spec):
         if self.engine not in ("ddp", "fsdp1", "fsdp2") and not (self.engine == "deepspeed" and set(parts) <= OF_LIGER):
             raise SpecError(f"fused_kernels with engine {self.engine!r} is not modelled; use engine 'ddp', 'fsdp1' or 'fsdp2'")
         of_loss = next((one for one in OF_LOSS if one in parts), None)
-        if of_loss is not None and self.loss != "full":
+        in_chunks = of_loss == "compiled-loss" and self.fsdp2.modules == "torchtitan-0.3"
+        if of_loss is not None and self.loss != "full" and not in_chunks:
             raise SpecError(f"fused_kernels {of_loss!r} with loss {self.loss!r} has nothing to replace; use loss 'full'")
         if "loss-in-pieces" in parts and self.precision != "bf16":
             raise SpecError(f"fused_kernels 'loss-in-pieces' with precision {self.precision!r} is not modelled; use 'bf16'")

@@ -126,7 +126,7 @@ def _refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[
     yield model.profile is not None and "a profile", "a model of a known family"
     yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
     yield recipe.engine in ON_PAPER and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
-    yield recipe.fsdp2.modules == "torchtitan" and "modules of torchtitan", "--modules transformers"
+    yield recipe.fsdp2.are_torchtitans and "modules of torchtitan", "--modules transformers"
     yield recipe.loss in ("chunked", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"
     yield recipe.kernels == "cpu" and "a CPU's kernels", "kernels 'cuda'"
     tables = model.family in release_of(recipe.transformers).tables_in_layers

@@ -1,24 +1,32 @@
-"""Checks jobs with torchtitan's own modules: only its Llama 3 under FSDP2 without other parallelism is modelled."""
+"""Checks jobs with torchtitan's own modules: only its Llama 3 under FSDP2 without other parallelism is modelled.
+
+``torchtitan`` is release 0.2.2, ``torchtitan-0.3`` is 0.3.0, whose loss comes in chunks.
+"""
 
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError
+from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
+CHUNKS = 8
+"""Of 0.3's loss (components/loss.py, ``ChunkedLossWrapper.Config.num_chunks``)."""
 
-def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
+
+def check_torchtitan(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> None:
     """Raise SpecError for a job with torchtitan's modules that torchtitan does not support or that is not modelled."""
-    if recipe.fsdp2.modules != "torchtitan":
+    if not recipe.fsdp2.are_torchtitans:
         return
-    for refused, instead in refusals(model, recipe, mesh):
+    for refused, instead in refusals(model, recipe, mesh, batch):
         raise SpecError(f"modules of torchtitan with {refused} are not modelled; use {instead}, or --modules transformers")
 
 
-def refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str, str]]:
+def refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str, str]]:
     """Yield settings that torchtitan does not support or that are not modelled with it, and what to use instead."""
-    for refused, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh)):
+    in_chunks = _of_0_3(model, recipe, mesh, batch) if recipe.fsdp2.modules == "torchtitan-0.3" else ()
+    for refused, instead in (*_of_the_model(model), *_of_the_recipe(recipe), *_of_the_ranks(mesh), *in_chunks):
         if isinstance(refused, str):
             yield refused, instead
 
@@ -39,7 +47,8 @@ def _of_the_recipe(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
     yield recipe.zero_stage != 3 and f"stage {recipe.zero_stage}", "stage 3"
     yield recipe.precision != "bf16-mixed" and f"precision {recipe.precision!r}", "precision 'bf16-mixed'"
-    yield recipe.loss != "full" and f"loss {recipe.loss!r}", "loss 'full'"
+    loss = "full" if options.modules == "torchtitan" else "chunked"
+    yield recipe.loss != loss and f"loss {recipe.loss!r}", f"loss {loss!r}"
     yield bool(recipe.keep_logits) and "keep_logits (it lets go of them)", "no keep_logits"
     yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "attention 'sdpa'"
     yield recipe.kernels == "cpu" and "a CPU's kernels", "kernels 'cuda'"
@@ -56,3 +65,10 @@ def _of_the_ranks(mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     for name, degree in split.items():
         yield degree > 1 and f"{name}={degree}", f"{name}=1"
     yield mesh.dp_shard == 1 and "a single GPU (torchtitan then shards nothing)", "several GPUs"
+
+
+def _of_0_3(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSpec) -> Iterator[tuple[str | bool, str]]:
+    keys = model.num_key_value_heads * model.head_dim
+    yield bool(keys % mesh.dp_shard) and f"dp_shard={mesh.dp_shard}", f"ranks that divide {keys}, the keys' width"
+    yield bool(batch.seq_len % CHUNKS) and f"seq_len {batch.seq_len}", f"a multiple of {CHUNKS}, the chunks of its loss"
+    yield recipe.float8_recipe is not None and f"float8_recipe {recipe.float8_recipe!r}", "none"

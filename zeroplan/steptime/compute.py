@@ -369,7 +369,7 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
 
 def _stops_early(recipe: RecipeSpec) -> bool:
     """Whether a recomputation ends before the last product; torchtitan's own checkpoints do not (``early_stop=False``)."""
-    return recipe.engine != "megatron" and not (recipe.engine == "fsdp2" and recipe.fsdp2.modules == "torchtitan")
+    return recipe.engine != "megatron" and not (recipe.engine == "fsdp2" and recipe.fsdp2.are_torchtitans)
 
 
 def _twice(forward: float) -> Passes:

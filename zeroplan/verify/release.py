@@ -35,7 +35,7 @@ def as_installed(job: JobSpec) -> JobSpec:
     if job.recipe.engine != "fsdp2" or here is None:
         return job
     options = job.recipe.fsdp2
-    if options.modules == "torchtitan":
+    if options.are_torchtitans:
         raise MeasurementError(
             "torchtitan's own modules are not run by `zeroplan verify`; run torchtitan itself with `zeroplan dryrun`, or add "
             "--modules transformers"

@@ -46,10 +46,13 @@ class DeepSpeedPart(NamedTuple):
     where: str
 
 
+TorchtitansModules = Literal["torchtitan", "torchtitan-0.3"]
+
+
 class OwnModules(NamedTuple):
     """The program's own modules, if they are modelled, and the notes if transformers' are counted instead."""
 
-    name: Literal["torchtitan"]
+    name: TorchtitansModules
     instead: tuple[str, ...]
     compiled: tuple[str, ...] = ()
     """The fused kernels of what the program compiles: its blocks, its loss."""

@@ -2,13 +2,13 @@
 
 Up to 0.2 the configuration is a TOML file (config/job_config.py). Since 0.3 it is a Python function; torchtitan saves the result as
 JSON with ``debug.save_config_file`` (trainer.py, ``Trainer.Config.to_dict``), as 0.2 does with ``job.save_config_file``. zeroplan
-reads both, with torchtitan's defaults for keys left out. Of torchtitan's own modules, Llama 3 of 0.2 is modelled; others are
-counted as transformers' modules.
+reads both, with torchtitan's defaults for keys left out. Of torchtitan's own modules, Llama 3 is modelled; others are counted as
+transformers' modules.
 """
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, OwnModules, Reading, Setting, Setup, Table
+from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, OwnModules, Reading, Setting, Setup, Table, TorchtitansModules
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
@@ -94,15 +94,17 @@ def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
         reading.notes += table.unknown()
     whole.leave(_KNOWN_TABLES)
     setup, instead = reading.setup("torchtitan"), tuple(reading.instead)
-    if _is_llama_of_0_2(reading):
+    if own := _own_modules(reading):
         compiled = _compiled(reading)
-        return setup._replace(own=OwnModules("torchtitan", (*instead, COMPILED) if compiled else instead, compiled))
+        return setup._replace(own=OwnModules(own, (*instead, COMPILED) if compiled else instead, compiled))
     return setup._replace(notes=(*instead, *setup.notes))
 
 
-def _is_llama_of_0_2(reading: _Reading) -> bool:
-    """Whether the model is Llama 3 of 0.2, which is modelled; since 0.3 its attention and loss differ."""
-    return reading.tables["model"].text("name") == "llama3" and not reading.tables["model_spec"].data
+def _own_modules(reading: _Reading) -> TorchtitansModules | None:
+    """Return torchtitan's own modules where they are modelled: Llama 3, of 0.2 or of 0.3, which saves a ``model_spec``."""
+    if (spec := reading.tables["model_spec"]).data:
+        return "torchtitan-0.3" if spec.text("name") == "llama3" else None
+    return "torchtitan" if reading.tables["model"].text("name") == "llama3" else None
 
 
 def _compiled(reading: _Reading) -> tuple[str, ...]:
@@ -118,14 +120,14 @@ def _selective_in_float8(reading: _Reading) -> None:
     """Read compiled blocks at once: without them selective recomputation in float8 is not modelled."""
     again, parts = reading.flags.get("recompute"), _compiled(reading)
     selective = again is not None and again.value == "selective"
-    if selective and "float8_recipe" in reading.flags and COMPILED_BLOCKS in parts and _is_llama_of_0_2(reading):
+    if selective and "float8_recipe" in reading.flags and COMPILED_BLOCKS in parts and _own_modules(reading) == "torchtitan":
         reading.set("fused_kernels", "compile.enable", ",".join(parts), filled=True)
 
 
 def _refuse(reading: _Reading) -> None:
     """Note or refuse settings that change memory in a way that is not modelled, and read float8."""
     whole = reading.table
-    if reading.tables["compile"].switch("enable") and not _is_llama_of_0_2(reading):
+    if reading.tables["compile"].switch("enable") and _own_modules(reading) is None:
         reading.set_compiled(reading.tables["compile"], "enable")
     _float8(reading)
     reading.tables["optimizer"].refuse({"early_step_in_backward": ()})

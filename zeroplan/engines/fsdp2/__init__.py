@@ -50,7 +50,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         temporaries = ()
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = activations_on_host(plan)
-    held = plan.head.shared if plan.loss_in_loop else ()
+    held = plan.head.at_embedding if plan.loss_in_loop else ()
     moments = step.moments(plan, (*states, *held, *here))
     of_experts = tuple(_of_experts(plan, model, mesh, batch)) if plan.has_experts_apart else ()
     return Account(
@@ -178,8 +178,9 @@ def _casting(recipe: RecipeSpec) -> str:
 
 def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     """Yield notes: torch release and modules, parts on the host, and left-out parts."""
-    if recipe.fsdp2.modules == "torchtitan":
-        yield "the modules, units and loss are those of torchtitan 0.2.2"
+    if recipe.fsdp2.are_torchtitans:
+        release = "0.2.2" if recipe.fsdp2.modules == "torchtitan" else "0.3.0"
+        yield f"the modules, units and loss are those of torchtitan {release}"
     if recipe.fsdp2.of_torch_2_15:
         yield "FSDP2 is that of torch 2.15"
     if recipe.offload_activations:

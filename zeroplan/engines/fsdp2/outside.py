@@ -84,7 +84,7 @@ def at_the_ending(plan: Plan, point: BackwardPoint) -> Line:
 
 def made_by_the_ending(plan: Plan) -> tuple[Line, ...]:
     """Return the output of final norm and head: logits, or for a chunked loss the norm's output, first in fp32. [bytes]"""
-    if plan.recipe.loss != "chunked":
+    if plan.recipe.loss != "chunked" or plan.chunks_apart:
         return plan.head.output
     normal = plan.head.hidden_bytes // plan.width.compute * 4
     line = buffers.flowing(plan, "output of the final norm")._replace(kind=Kind.TEMPORARY)

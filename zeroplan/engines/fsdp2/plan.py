@@ -165,7 +165,12 @@ class Plan(NamedTuple):
     @property
     def loss_in_loop(self) -> bool:
         """Whether the training loop computes the loss after the model's forward, as torchtitan's and torchtune's do."""
-        return self.recipe.fsdp2.modules == "torchtitan" or "loss-in-pieces" in self.recipe.fused_parts
+        return self.recipe.fsdp2.are_torchtitans or "loss-in-pieces" in self.recipe.fused_parts
+
+    @property
+    def chunks_apart(self) -> bool:
+        """Whether a chunked loss gathers the head's unit by itself, and reduces its gradient, as torchtitan's does."""
+        return self.recipe.fsdp2.modules == "torchtitan-0.3"
 
     @property
     def sums_tied(self) -> bool:
@@ -451,7 +456,7 @@ def _program(
     model: ModelSpec, recipe: RecipeSpec, batch: Batch, tree: Layout, compute: Compute
 ) -> tuple[tuple[BlockPass, ...], HeadPass, tuple[Line, ...]]:
     """Return the passes of each run's block and of the part outside, and tables that the program always holds."""
-    if recipe.fsdp2.modules == "torchtitan":
+    if recipe.fsdp2.are_torchtitans:
         from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
 
         block, head, rotations = passes_of(model, recipe, batch)

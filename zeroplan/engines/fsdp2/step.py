@@ -59,7 +59,12 @@ class MicroBatch:
         """Run forward, loss and backward."""
         self.forward()
         self.loss()
-        self.backward_of_the_ending()
+        if self.plan.chunks_apart and self.ends is not None:
+            from zeroplan.engines.fsdp2.torchtitan import run_chunks  # noqa: PLC0415  only its jobs pay for it
+
+            run_chunks(self, self.ends.head)
+        else:
+            self.backward_of_the_ending()
         self.blocks_backward()
         self.end_of_backward()
 
@@ -163,6 +168,8 @@ class MicroBatch:
         trace.drop("by name", "first input")
         if plan.recipe.loss == "chunked" or plan.loss_in_loop:
             self.run.release_parked()
+        if plan.chunks_apart:
+            return
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
         self.trace.pass_by(*plan.head.saved, *plan.head.loss_forward, *predictions.forward(plan))
         self.run.release_parked()

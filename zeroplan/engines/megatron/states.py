@@ -26,7 +26,7 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the lines of weights, gradients and optimizer states. [bytes]"""
     recipe = job.recipe
     width, (share, shared) = bytes_of(recipe), updated_by(rank, job)
-    whole = rank.elements + rank.experts, "(D_rank + X_rank)"
+    whole = _in_buffers(rank)
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
     if recipe.megatron.fp8_format is not None:
         narrow, line = _weights_in_fp8(rank, job)
@@ -46,11 +46,18 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
         yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
-    if recipe.optimizer == "muon":
-        yield from muon_states(rank, job)
+    if rank.muon is not None:
+        yield from muon_states(rank.muon)
         return
     both = 8 if recipe.megatron.optimizer_offload_fraction else _moments(recipe)
     yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
+
+
+def _in_buffers(rank: Rank) -> tuple[Int, str]:
+    """Return the elements of the buffers of weights, and of gradients, on a rank that has all of them, and the formula."""
+    if rank.muon is None:
+        return rank.elements + rank.experts, "(D_rank + X_rank)"
+    return rank.elements + rank.experts + rank.padding, "(D_rank + X_rank + P_rank)"
 
 
 def _moments(recipe: RecipeSpec) -> int:

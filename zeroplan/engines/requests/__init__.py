@@ -76,11 +76,11 @@ def not_written(job: JobSpec) -> str:
         (model.profile is not None, "a profile"),
         (model.vision is not None, "a vision tower"),
         (recipe.fsdp2.float8_all_gather, "an all-gather in float8"),
+        (recipe.fsdp2.modules == "torchtitan-0.3", "torchtitan 0.3"),
         (recipe.optimizer in LONGEST, "Shampoo"),
         (recipe.optimizer == "dion-muon", "dion's Muon"),
         (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
-        (model.family == "gemma4_text" and recipe.engine in ("ddp", "deepspeed"), "Gemma 4 under DDP or DeepSpeed"),
         (model.per_layer is not None, "embeddings of each layer"),
         (
             job.mesh.pp > 1 and recipe.loss == "chunked" and recipe.fsdp2.shards_ends,

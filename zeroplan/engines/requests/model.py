@@ -50,7 +50,7 @@ class ModelPass:
         self.gradient_width = widths(recipe.precision).stored if compute.autocast else self.width
         self.order = order_by_recomputation(model, first)
         self.recomputes = tuple(recompute_of(run, compute) for run in tree.runs)
-        if recipe.fsdp2.modules == "torchtitan":
+        if recipe.fsdp2.are_torchtitans:
             from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
 
             block, self.ending = torchtitan_requests(model, compute, batch, recipe.recompute)

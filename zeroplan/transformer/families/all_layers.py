@@ -86,9 +86,7 @@ def _plan_of(structure: _Structure) -> _Planned:
     tape.arriving[given] = Store(op.GRADIENT, "gradient of the first block's input", r * given.shape, _MODEL)
     tape.run_backward(made, Store(op.GRADIENT, "gradient of the embeddings of all layers", r * made.shape, _MODEL))
     points, arrivals = index.moments(_highest_of_each(tape, dtypes)), index.arrivals(tape.gradients.arrivals)
-    plan = Plan(
-        tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals
-    )  # fmt: skip
+    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals)
     return _Planned(plan, looked_up, of_all, kept, saved)
 
 

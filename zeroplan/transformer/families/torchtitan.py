@@ -1,7 +1,8 @@
-"""torchtitan's own Llama 3 (0.2.2): a block, and the operators from the blocks to the loss.
+"""torchtitan's own Llama 3 (0.2.2 and 0.3.0): a block, and the operators from the blocks to the loss.
 
 Differences from transformers' modules: the norm is one operator, rotary positions are fp32 complex numbers, and the training
-loop frees the logits before the backward. Its checkpoints recompute the whole block (``early_stop=False``).
+loop frees the logits before the backward. Its checkpoints recompute the whole block (``early_stop=False``). In 0.3 one product
+makes queries, keys and values, each layer looks up the rotations of its tokens' positions, and FlexAttention runs.
 """
 
 from functools import partial
@@ -9,13 +10,13 @@ from functools import partial
 from zeroplan.ledger import Kind, Line, Module
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.attention import Attended, Heads
+from zeroplan.transformer.families.attention import Attended, Heads, flex
 from zeroplan.transformer.families.decoder import Layer, gated_mlp, layer
 from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import cross_entropy
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_FINAL_NORM
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.symbols import T, V, c, d, e, h, k, q, s, v
 
@@ -25,6 +26,9 @@ ATTENTION = f"{MODEL}, Attention.forward"
 ROTARY = f"{MODEL}, apply_rotary_emb"
 NORM = "torch 2.13, aten/src/ATen/native/cuda/layer_norm_kernel.cu, _fused_rms_norm"
 _NORM = Norm("fused", NORM)
+SINCE_0_3 = "torchtitan 0.3.0, models/common"
+QKV = f"{SINCE_0_3}/attention.py, FusedQKVLinear.forward"
+LOOKED_UP = f"{SINCE_0_3}/rope.py, _reshape_for_broadcast"
 
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
@@ -39,19 +43,36 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made)
 
 
-def _rotated(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
-    """Multiply queries and keys, as pairs of fp32 numbers, by complex rotations. Autograd saves no copy of the rotations.
+def _attention_since_0_3(tape: Tape, normal: Value, block: Block) -> Attended:
+    joint = op.linear(tape, normal, q + k + v, Site("joint q, k and v projection", QKV))
+    query, key, value = op.copies(tape, joint, (("queries", T * q), ("keys", T * k), ("values", T * v)), QKV)
+    tape.release(joint)
+    positions = tape.make(op.TENSOR, "rotations of the tokens' positions, complex numbers", 4 * T * d, LOOKED_UP)
+    turned = _rotated(tape, query, key, positions)
+    tape.drop(positions)
+    tape.release(query, key)
+    context, _ = flex(tape, Heads(*turned, value, block.grouped, block.one_key))
+    tape.release(*turned, value)
+    made = op.linear(tape, context, h, Site("output projection", f"{SINCE_0_3}/attention.py, GQAttention.forward"), reads=c)
+    tape.release(context)
+    return Attended(made)
+
+
+def _rotated(tape: Tape, query: Value, key: Value, rotations: Store | None = None) -> tuple[Value, Value]:
+    """Multiply queries and keys, as pairs of fp32 numbers, by complex rotations. Autograd saves a block's own ``rotations``.
 
     The compiler leaves complex products as they are. Its code frees a tensor after its last use, where Python's variables live on.
     """
     frees, names = tape.mode.rotary is not None, ("queries", "keys")
+    conjugate = 4 * s * d if rotations is None else 4 * T * d
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for one, name in zip((query, key), names, strict=True)]
     turned, narrow = list[Value](), list[Value]()
     for one, name in zip(wide, names, strict=True):
         turned.append(
             op.run(
                 tape, one, f"{name}, turned, fp32", Site(f"rotary positions of the {name}", ROTARY), dtype=4,
-                gradient=f"gradient of the {name}, fp32", beside=("conjugate rotations", 4 * s * d),
+                gradient=f"gradient of the {name}, fp32", beside=("conjugate rotations", conjugate),
+                saved=() if rotations is None else (rotations,),
             )
         )  # fmt: skip
         tape.release(*((one,) if frees else ()))
@@ -63,11 +84,14 @@ def _rotated(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
 
 
 PROGRAM = layer(Layer(_NORM, _attention, partial(gated_mlp, source=f"{MODEL}, FeedForward.forward"), LAYER))
+_MLP = partial(gated_mlp, source=f"{SINCE_0_3}/feed_forward.py, FeedForward.forward")
+PROGRAM_SINCE_0_3 = layer(Layer(_NORM, _attention_since_0_3, _MLP, "torchtitan 0.3.0, models/llama3/model.py"))
 
 
-def rotations(x: Widths) -> Line:
-    """Return the complex rotations of all positions of a sequence, a buffer of the model."""
-    return Line(Kind.PARAMETERS, 4 * x.seq_len * x.head_dim, "rotary positions, complex numbers", "4·s·d", ROTARY)
+def rotations(x: Widths, layers: int = 1) -> Line:
+    """Return the complex rotations of all positions of a sequence: a buffer of the model, or since 0.3 of each layer."""
+    n_bytes, formula = 4 * x.seq_len * x.head_dim * layers, "4·s·d" if layers == 1 else f"{4 * layers}·s·d"
+    return Line(Kind.PARAMETERS, n_bytes, "rotary positions, complex numbers", formula, ROTARY)
 
 
 def ending(tape: Tape) -> Value:
