@@ -37,7 +37,9 @@ SEQUENCES = at_most(1, b - 1)
 def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) -> Value:
     """Run the whole mixer. Its variables hold the results of its convolution and its first projection until it returns.
 
-    ``multiplied``: Falcon-H1's, with multipliers on its input and, in the residual stream's dtype, on its first projection.
+    ``multiplied``: Falcon-H1's, with multipliers on its input and, in the residual stream's dtype, on its first projection. FSDP2
+    leaves the latter in the dtype in which the model was loaded: fp32, or, as the kernels' output projection needs it, the compute
+    dtype.
     """
     inner, side = A * I, J * D
     name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER, layer="in_proj")
@@ -46,9 +48,9 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
         entry = op.scaled(tape, entry, name, Site(name, FALCON))
     joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
     if multiplied:
-        joint = _times_vector(tape, joint, 4 if block.casts_inputs else r)
+        joint = _times_vector(tape, joint, 4 if block.casts_inputs and not block.by_kernels else r)
     if block.by_kernels:
-        made = _by_kernels(tape, joint)
+        made = _by_kernels(tape, joint, only_gated=block.only_gated)
         tape.release(joint, entry)
         return made
     gate, bare, rates = op.chunk(tape, joint, (T * inner, T * (inner + 2 * side), T * A), Site("gate, x, B, C and dt", MIXER))
@@ -81,12 +83,12 @@ def _rates(tape: Tape) -> tuple[Store, Store]:
     return made
 
 
-def _by_kernels(tape: Tape, joint: Value) -> Value:
+def _by_kernels(tape: Tape, joint: Value, *, only_gated: bool) -> Value:
     """Run the rest in one operator. No variable holds the rates of decay, only their negative."""
     rates = _rates(tape)
     unsaved = rates[:1] if not (tape.saving or tape.mode.weights_frozen) else ()
     tape.drop(*unsaved)
-    made = mixed(tape, joint, rates)
+    made = mixed(tape, joint, rates, only_gated=only_gated)
     tape.drop(*(rates[1:] if tape.mode.weights_frozen or unsaved else rates))
     return made
 
