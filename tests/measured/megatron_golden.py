@@ -228,7 +228,7 @@ def _refuse(run: Run) -> None:
         raise RefusedError("no number of GPUs stated, and none fits what is held")
     _refuse_values(run)
     if said["optimizer"] == "muon" and "no-use-layer-wise-param-layout" in run.arguments:
-        raise RefusedError("Muon whose states are shared out by tensors, not by a layout")
+        raise RefusedError("Muon without a layout: the run logged a rank with less than the fullest, which zeroplan estimates")
     if not said["optimizer"].startswith(("adam", "muon")):
         raise RefusedError(f"optimizer {said['optimizer']}")
 
@@ -379,6 +379,7 @@ def _options(run: Run) -> MegatronOptions:
         recompute_modules=",".join(said.get("recompute_modules", "[core_attn]").strip("[]").split()),
         recompute_num_layers=said.get("recompute_layers") or 1,
         use_precision_aware_optimizer="use-precision-aware-optimizer" in run.arguments,
+        use_layer_wise_param_layout="no-use-layer-wise-param-layout" not in run.arguments,
         deterministic_mode=bool(said.get("deterministic")),
         microbatch_group_size_per_virtual_pipeline_stage=run.arguments.get("microbatch-group-size-per-virtual-pipeline-stage"),
         fp8_format=said.get("fp8"), fp8_recipe=said.get("fp8_recipe") or "delayed",
@@ -421,10 +422,21 @@ def scored(run: Run) -> Scored:
     job = job_of(run)
     answer = estimate(job, pipeline_rank=job.mesh.pp - 1) if job.mesh.pp > 1 else estimate(job)
     more = more_than_default(run)
-    step = next(moment.lines for moment in answer.moments if moment.phase is Phase.STEP)
-    held = sum(line.n_bytes for line in step if line.kind is not Kind.UNSHARDED_PARAMETERS) + _left_gathered(answer, run)
+    held = held_between_steps(answer) + _left_gathered(answer, run)
     reserved = answer.comfortable_bytes - int(answer.outside_band.expected_bytes) + more
     return Scored(run, answer, (_peak(answer, run) + more) / run.peak - 1, (held + more) / run.held - 1, reserved)
+
+
+def held_between_steps(answer: Estimate) -> int:
+    """Return what is allocated at the optimizer's step, without gathered weights and without Muon's iterates. [bytes]
+
+    Adam's copies of gradients stay until the gradients are set to zero.
+    """
+    step = next(moment.lines for moment in answer.moments if moment.phase is Phase.STEP)
+    gone = [Kind.UNSHARDED_PARAMETERS]
+    if answer.job.recipe.optimizer == "muon":
+        gone.append(Kind.OPTIMIZER_TEMPORARY)
+    return sum(int(line.n_bytes) for line in step if line.kind not in gone)
 
 
 def _left_gathered(answer: Estimate, run: Run) -> int:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from tests.transformer.drawn_blocks import drawn, run_of, with_padding
 from tests.transformer.fake_blocks import BlockRun
 from tests.transformer.linear_kernels import install_kernels, releases
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import OUTPUT_REFUSED, AdapterSpec
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
 from zeroplan.transformer.parameters import WITH_STATES, plain_kind
@@ -32,12 +33,14 @@ SAVED = Path(__file__).with_name("linear_kernels.json")
 #: Families with such kernels.
 FAMILIES = (
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "olmo_hybrid", "granitemoehybrid", "nemotron_h", "bamba",
+    "falcon_h1",
 )  # fmt: skip
 _OF_MAMBA = FAMILIES[5:]
 #: Families that share their operators with others.
 _ALIKE = ("olmo_hybrid", *_OF_MAMBA)
-#: How blocks are drawn: all weights trained, with adapters in all linear layers, and with padding in the batch.
-MANNERS = ("trained", "adapted", "padded")
+#: How blocks are drawn: all weights trained, with adapters in all linear layers, with padding in the batch, and, where attention
+#: and Mamba-2 are side by side, with little beside Mamba-2, so that it has the peak.
+MANNERS = ("trained", "adapted", "padded", "narrow")
 #: Cases of each family and manner; fewer of families that share their operators with others.
 CASES, CASES_OF_MAMBA = 12, 4
 
@@ -46,8 +49,11 @@ def case_of(family: str, manner: str, number: int) -> Case | None:
     """Return a block of this number; None if it has no linear attention."""
     draw = Random(f"{family} {number}")  # noqa: S311  draws tests
     case = with_padding(draw, family) if manner == "padded" else drawn(draw, family)
-    if plain_kind(case.spec, case.layers.kind) not in WITH_STATES:
+    if plain_kind(case.spec, case.layers.kind) not in WITH_STATES or (manner == "narrow" and not TRAITS[family].one_kind):
         return None
+    if manner == "narrow":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+        case = case._replace(spec=replace(case.spec, intermediate_size=32, **heads))
     recipe = RecipeSpec(engine="ddp", zero_stage=0)
     if not runs_by_kernels(case.spec, recipe):
         return None
@@ -55,7 +61,7 @@ def case_of(family: str, manner: str, number: int) -> Case | None:
         return None  # its adapters are not modelled
     if manner == "adapted":
         compute = case.compute._replace(autocast=False, recompute="full" if number % 2 else "none")
-        targets = "attention,mlp,in_proj" if family == "nemotron_h" else "all-linear"  # as peft has it
+        targets = "attention,mlp,in_proj" if family in OUTPUT_REFUSED else "all-linear"  # as peft has it
         case = case._replace(spec=replace(case.spec, adapter=AdapterSpec(rank=4, targets=targets)), compute=compute)
     return case._replace(compute=case.compute._replace(fused=(LINEAR_KERNELS,)))
 

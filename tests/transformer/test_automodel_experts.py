@@ -57,7 +57,7 @@ def _formulas(case: Case) -> Run:
     tape.mode = Mode(
         weights_frozen=case.frozen,
         stacked=Stacked(grouped=case.rank),
-        sends_by="looped-experts" if case.looped else "grouped-experts",
+        fused=("looped-experts" if case.looped else "grouped-experts",),
     )
     given = op.tensor(tape, "input", e, T * h, ""), op.tensor(tape, "routing weights", e, T * t, "")
 

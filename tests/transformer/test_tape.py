@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from zeroplan.expr import Size
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.tape import Alive, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Alive, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, f, h, k, q, r
 
 HERE = Site("product", "here")
@@ -46,6 +48,39 @@ def test_under_autocast_it_saves_a_cast_and_casts_the_weight_gradient_last() -> 
     assert [moment.name for moment in tape.moments][-1] == "product: cast of the weight gradient"
     assert tape.moments[-1].current == (h * f,)
     assert not tape.casts
+
+
+def test_an_operator_keeps_its_own_tensors_and_frees_what_is_beside_its_output() -> None:
+    tape = Tape(wide=False, autocast=False, saving=True)
+    given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
+    made = op.run(
+        tape,
+        given,
+        "output",
+        "here",
+        shape=T * f,
+        passing=(("beside", T * k),),
+        keeps=(("statistics", 4 * T),),
+        gradient="of it",
+    )
+    assert [one.size for one in tape.saved] == [4 * T]
+    assert sizes(tape.moments[-1]) == sorted((e * T * h, e * T * f, T * k, 4 * T), key=str)
+    assert [one.size for one in tape.alive] == [e * T * h, e * T * f, 4 * T]
+    tape.release(given, made)
+    tape.run_backward(made, store(e * T * f))
+    assert [one.reason for one in tape.alive] == ["of it"]
+
+
+@pytest.mark.parametrize("weights_frozen", [False, True])
+def test_an_operators_own_weight_gets_a_gradient_unless_it_is_frozen(weights_frozen: bool) -> None:
+    tape = Tape(wide=False, autocast=False, saving=True)
+    tape.mode = Mode(weights_frozen=weights_frozen)
+    given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
+    made = op.plus_bias(tape, given, h, "sum", HERE)
+    tape.release(given, made)
+    tape.run_backward(made, store(e * T * h))
+    assert tape.gradients.made == ([] if weights_frozen else [h])
+    assert [one.reason for one in tape.alive] == [(e * T * h).text]  # the output's gradient is the input's
 
 
 def test_a_second_gradient_is_added_in_place() -> None:

@@ -190,7 +190,7 @@ def _batch(job: JobSpec) -> Iterator[str]:
 
 
 def _recipe(recipe: RecipeSpec) -> Iterator[str]:
-    yield "--optimizer adam"
+    yield f"--optimizer {'muon' if recipe.optimizer == 'muon' else 'adam'}"
     yield from {"bf16-mixed": ("--bf16",), "fp16-mixed": ("--fp16",)}.get(recipe.precision, ())
     if recipe.recompute_layers is not None:
         yield from ("--recompute-granularity full", "--recompute-method block")
@@ -236,6 +236,7 @@ def _implementation(options: MegatronOptions) -> Iterator[str]:
     yield from _in_fp8(options)
     for asked, flag in (
         (not options.gradient_accumulation_fusion, "--no-gradient-accumulation-fusion"),
+        (not options.use_layer_wise_param_layout, "--no-use-layer-wise-param-layout"),
         (options.grad_reduce_in_bf16, "--grad-reduce-in-bf16"), (options.deterministic_mode, "--deterministic-mode"),
         (options.tp_comm_overlap, "--tp-comm-overlap"),
         (not options.masked_softmax_fusion, "--no-masked-softmax-fusion"),

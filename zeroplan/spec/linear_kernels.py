@@ -7,7 +7,7 @@ from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 _FLA = "flash-linear-attention and causal-conv1d"
-_OF_MAMBA = ("granitemoehybrid", "nemotron_h", "bamba")
+_OF_MAMBA = ("granitemoehybrid", "nemotron_h", "bamba", "falcon_h1")
 _MAMBA = "mamba_ssm and causal-conv1d"
 #: The packages with the kernels that transformers runs, where these are installed, by family.
 PACKAGES = {

@@ -330,6 +330,8 @@ class MegatronOptions(Spec):
     fp8_transposes: bool = True
     """False: Blackwell, whose products take FP8 in either layout, so tensors with one scale have no transposed copy. Not an
     argument; without a GPU's name Hopper is assumed."""
+    use_layer_wise_param_layout: bool = True
+    """False is ``--no-use-layer-wise-param-layout``, for Muon at stage 1: gradients are all-reduced in buffers without padding."""
     num_distributed_optimizer_instances: Degree = 1
     """``--num-distributed-optimizer-instances``: groups of data-parallel ranks, each of which shards the optimizer."""
     make_vocab_size_divisible_by: Count = 128

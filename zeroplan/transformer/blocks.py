@@ -3,8 +3,9 @@
 Engines combine these with their own states and buffers.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroplan.ledger import Line, Module, Role
 from zeroplan.numeric import Int
@@ -180,6 +181,25 @@ class BlockPass(NamedTuple):
         if recompute == "selective":
             return self.selective
         return without_input(self.checkpoint) if self.on_host else self.checkpoint
+
+    def with_lines(self, made_of: Callable[[Line], Line]) -> "BlockPass":
+        """Return the same with other lines: ``made_of`` each of them."""
+
+        def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
+            return tuple(map(made_of, some))
+
+        groups: dict[str, Any] = {name: lines(getattr(self, name)) for name in _GROUPS}
+        points = tuple([one._replace(lines=lines(one.lines), before=lines(one.before)) for one in self.points])
+        return self._replace(
+            points=points, handed=tuple([one._replace(lines=lines(one.lines)) for one in self.handed]), **groups
+        )
+
+
+#: The fields of a block's pass that are lines.
+_GROUPS = (
+    "saved", "checkpoint", "selective", "forward", "forward_recompute", "checkpoint_in_backward", "on_host", "before_experts",
+    "named", "arriving", "leaving",
+)  # fmt: skip
 
 
 def is_input(line: Line) -> bool:

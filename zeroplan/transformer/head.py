@@ -166,7 +166,7 @@ def _whole(question: _Question, *, recomputed: bool) -> HeadPass:
         and (offloads or not _first_saves_it(question))
     )
     return HeadPass(
-        (*(one.line(SAVED, values) for one in (_IDS, *_given(x), *around.kept)), *tables, *leaf, *kept),
+        (*(one.line(SAVED, values) for one in (_IDS, *_given(compute), *around.kept)), *tables, *leaf, *kept),
         (),
         (),
         (),
@@ -224,7 +224,7 @@ def _of_a_rank(question: _Question, *, recomputed: bool) -> HeadPass:
     """Return the same as ``_whole`` for a tensor-parallel rank, whose residual stream is split along the sequence, or whole."""
     values, (tables, _) = question.values, _tables(question, recomputed=recomputed)
     named = not recomputed and not _first_saves_it(question)
-    share = _EMBEDDED if question.x.whole_sequences else _SHARE
+    share = _EMBEDDED if question.compute.whole_sequences else _SHARE
     return HeadPass(
         (*(one.line(SAVED, values) for one in (_IDS, *question.around.kept, _POSITIONS)), *tables),
         (),
@@ -249,22 +249,22 @@ def _tables(question: _Question, *, recomputed: bool) -> tuple[tuple[Line, ...],
     if question.model.vision is not None and question.model.vision.turns_text:
         size = size * b  # each sequence has positions of its own
     lines = (Held(size, reason, source).line(SAVED, question.values),)
-    cast = in_32_bits and question.x.casts_inputs and question.x.element != _FP32
+    cast = in_32_bits and question.compute.casts_inputs and question.x.element != _FP32
     is_freed = (copied or question.compute.offloaded) and not recomputed
     return ((), lines) if cast or is_freed else (lines, ())
 
 
-def _given(x: Widths) -> tuple[Held, ...]:
+def _given(compute: Compute) -> tuple[Held, ...]:
     """Return what the batch has beside token ids: with padding, a mask of whole numbers."""
-    return (Held(8 * T, "attention mask of the batch, int64", HEAD, OF_THE_BATCH),) if x.padded else ()
+    return (Held(8 * T, "attention mask of the batch, int64", HEAD, OF_THE_BATCH),) if compute.padded else ()
 
 
 def _mask_of_all_layers(question: _Question) -> Held | None:
-    if question.x.release.masks_all:
+    if question.compute.release.masks_all:
         return _PACKED
     if masks_images(question.model):
         return _IMAGES
-    return _PADDED if question.x.padded else None
+    return _PADDED if question.compute.padded else None
 
 
 def _masks(question: _Question) -> tuple[Line, ...]:

@@ -6,13 +6,13 @@ first block, and so does its backward. Its patches of all images are one long se
 """
 
 from functools import lru_cache
+from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.ledger import Kind, Line, Module
-from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.vision import WITH_CLASS_TOKEN, VisionSpec
-from zeroplan.transformer.blocks import BackwardPoint, BlockPass, Compute, HeadPass
+from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params_modules import Parameters, embedding, layer_norm, linear, rms_norm
 
@@ -305,25 +305,13 @@ def tower_block(
     made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
     named: dict[int, Line] = {}
 
-    def lines(some: tuple[Line, ...]) -> tuple[Line, ...]:
-        return tuple(named.setdefault(id(one), one._replace(reason=f"vision tower: {one.reason}", formula="")) for one in some)
-
-    def point(one: BackwardPoint) -> BackwardPoint:
-        return one._replace(lines=lines(one.lines), before=lines(one.before))
+    def of_tower(one: Line) -> Line:
+        return named.setdefault(id(one), one._replace(reason=f"vision tower: {one.reason}", formula=""))
 
     own = frozen and element != _FP32 and not compute.casts_inputs  # a copy that the model makes and drops with the last block
     copied = pixels(model, batch, element, "pixels in the compute dtype") if own else ()
-    forward, again = (*lines(made.forward), *copied), (*lines(made.forward_recompute), *copied)
-    return BlockPass(
-        lines(made.saved), lines(made.checkpoint), lines(made.selective), forward, again,
-        tuple(map(point, made.points)), made.cast_elements, lines(made.checkpoint_in_backward),
-        handed=tuple(one._replace(lines=lines(one.lines)) for one in made.handed),
-    )  # fmt: skip
-
-
-def _residual(model: ModelSpec, compute: Compute) -> int:
-    """Return the size of an element of the tower's residual stream. [bytes]"""
-    return _FP32 if compute.autocast and model.adapter is None else compute.element_bytes
+    tower = made.with_lines(of_tower)
+    return tower._replace(forward=(*tower.forward, *copied), forward_recompute=(*tower.forward_recompute, *copied))
 
 
 def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool) -> HeadPass:
@@ -331,93 +319,129 @@ def with_images(text: HeadPass, model: ModelSpec, compute: Compute, batch: Batch
     vision = model.vision
     if vision is None or not vision.images or not vision.has_blocks:
         return text
-    if vision.cross_layers:
-        return _beside_cross_layers(text, vision, model, compute, batch, recomputed=recomputed)
-    element, residual = compute.element_bytes, _residual(model, compute)
-    patches, positions = vision.images * vision.patches, vision.images * vision.tiles * vision.sequence
-    sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
-    frozen = _frozen(vision, model.adapter is not None)
-    recomputed = recomputed and vision.runs_again_frozen
+    again = recomputed and (vision.runs_again_frozen or bool(vision.cross_layers))
+    images = _Images(vision, model, compute, batch, again, _MLLAMA if vision.cross_layers else _FORWARD)
+    kept, named, returned = (_beside_cross_layers if vision.cross_layers else _before_the_text)(images)
+    held = images.frozen[0] and compute.casts_inputs
+    arguments = images.pixels_copied if held else ()  # until the model's forward returns the loss
+    casts = _copies(vision, images.frozen, recomputed=again) if compute.autocast else ()
+    return text._replace(
+        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments),
+        loss_forward=(*arguments, *returned),
+        tower_bytes=images.positions * batch.micro_batch_size * vision.hidden_size * images.residual,
+    )  # fmt: skip
 
-    def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
-        return (Line(Kind.ACTIVATIONS, each * sizes[of], reason, f"{each}·{of}", _FORWARD),) if there else ()
 
-    copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
+_Lines: TypeAlias = tuple[Line, ...]
+
+
+class _Images(NamedTuple):
+    """The images of a micro-batch, outside the tower's blocks."""
+
+    vision: VisionSpec
+    model: ModelSpec
+    compute: Compute
+    batch: Batch
+    recomputed: bool
+    """The backward recomputes the tower's blocks, even of a frozen tower."""
+    source: str
+
+    @property
+    def element(self) -> int:
+        """The size of an element in the compute dtype. [bytes]"""
+        return self.compute.element_bytes
+
+    @property
+    def residual(self) -> int:
+        """The size of an element of the tower's residual stream. [bytes]"""
+        return _FP32 if self.compute.autocast and self.model.adapter is None else self.element
+
+    @property
+    def positions(self) -> int:
+        """Positions of a sequence's images in the tower."""
+        vision = self.vision
+        return vision.images * vision.sequence * (1 if vision.cross_layers else vision.tiles)
+
+    @property
+    def frozen(self) -> tuple[bool, bool]:
+        """Whether the tower is frozen, and its projector."""
+        return _frozen(self.vision, self.model.adapter is not None)
+
+    @property
+    def pixels_copied(self) -> _Lines:
+        """Pixels in the compute dtype."""
+        return () if self.element == _FP32 else pixels(self.model, self.batch, self.element, "pixels in the compute dtype")
+
+    def lines(self, each: int, reason: str, *, of: Literal["b", "T"] = "b", there: bool = True) -> _Lines:
+        """Return a tensor of ``each`` byte for each sequence, or for each token, if it is there."""
+        n_sequences = self.batch.micro_batch_size
+        times = n_sequences if of == "b" else n_sequences * self.batch.seq_len
+        return (Line(Kind.ACTIVATIONS, each * times, reason, f"{each}·{of}", self.source),) if there else ()
+
+
+def _before_the_text(images: _Images) -> tuple[_Lines, _Lines, _Lines]:
+    """Return what images keep to the backward, what variables of the forward hold, and what the model returns."""
+    vision, lines, recomputed, frozen = images.vision, images.lines, images.recomputed, images.frozen
+    element, residual, patches = images.element, images.residual, vision.images * vision.patches
     of_head = 2 * _FP32 * (vision.hidden_size // vision.num_attention_heads)
     tables = lines(of_head * patches, "vision tower: rotary cos and sin, fp32", there=vision.turns_text)
-    normed, is_normed = vision.hidden_size * residual * positions, vision.tower == "clip" and (recomputed or not frozen[0])
-    joining = _saved_by_the_projector(vision, element, residual) * patches
+    output = vision.hidden_size * residual * images.positions
+    is_normed = vision.tower == "clip" and (recomputed or not frozen[0])
     kept = (
-        *lines(normed, "vision tower: input of the norm before its blocks", there=is_normed),
+        *lines(output, "vision tower: input of the norm before its blocks", there=is_normed),
         *lines(vision.out_hidden_size, "which elements are of images, booleans", of="T"),
-        *(() if frozen[0] else copied),
+        *(() if frozen[0] else images.pixels_copied),
         *(() if frozen[0] and not recomputed else tables),
-        *lines(joining, "saved by what joins the images to the text", there=recomputed or not all(frozen)),
-    )
-    arguments = copied if frozen[0] and compute.casts_inputs else ()  # until the model's forward returns the loss
+        *lines(
+            _saved_by_the_projector(vision, element, residual) * patches, "saved by what joins the images to the text",
+            there=recomputed or not all(frozen),
+        ),
+    )  # fmt: skip
     one = vision.out_hidden_size * patches // vision.merge_size**2
     features = ((1 + vision.deeper) * element + residual) * one  # the last is a copy in the dtype of the text's embedding
     returned = lines(residual * one, "features of the images, which the model returns", there=bool(vision.fixed_size))
-    outputs = (2 if vision.other_parameters and vision.tower == "clip" else 1) * vision.hidden_size * residual * positions
     named = (
-        *lines(outputs, "vision tower: its output, held by name"),
+        *lines(
+            (2 if vision.other_parameters and vision.tower == "clip" else 1) * output, "vision tower: its output, held by name"
+        ),
         *lines(features, "features of the images, held by name"),
         *lines(3 * 8, "position ids in three dimensions, int64", of="T", there=vision.turns_text),
         *(tables if frozen[0] and not recomputed else ()),
     )
-    casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
-    return text._replace(
-        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments),
-        loss_forward=(*arguments, *returned),
-        tower_bytes=positions * sizes["b"] * vision.hidden_size * residual,
-    )  # fmt: skip
+    return kept, named, returned
 
 
-def _beside_cross_layers(
-    text: HeadPass, vision: VisionSpec, model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
-) -> HeadPass:  # fmt: skip
+def _beside_cross_layers(images: _Images) -> tuple[_Lines, _Lines, _Lines]:
     """Return the same for Llama 3.2 Vision, whose layers attend to the tower's output.
 
     Gradients of that output, and of outputs read early, count through the whole pass, and what joins them through the forward.
     """
-    element, residual, width = compute.element_bytes, _residual(model, compute), vision.hidden_size
-    sizes: dict[str, Int] = {"b": batch.micro_batch_size, "T": batch.micro_batch_size * batch.seq_len}
-    states, positions = vision.images * vision.image_states, vision.images * vision.sequence
-    frozen = _frozen(vision, model.adapter is not None)
-    reached, followed = recomputed or not frozen[0] or model.adapts_tower, recomputed or not all(frozen) or model.adapts_tower
-    joined = (1 + vision.deeper) * width
-
-    def lines(each: int, reason: str, *, of: str = "b", there: bool = True) -> tuple[Line, ...]:
-        return (Line(Kind.ACTIVATIONS, each * sizes[of], reason, f"{each}·{of}", _MLLAMA),) if there else ()
-
-    copied = () if element == _FP32 else pixels(model, batch, element, "pixels in the compute dtype")
-    mask = lines(residual * positions * vision.sequence, "vision tower: mask of the tiles, in numbers")
+    vision, lines, element, residual = images.vision, images.lines, images.element, images.residual
+    states, frozen, adapts = vision.images * vision.image_states, images.frozen, images.model.adapts_tower
+    reached, followed = images.recomputed or not frozen[0] or adapts, images.recomputed or not all(frozen) or adapts
+    output, tiles = residual * images.positions * vision.hidden_size, residual * states * vision.hidden_size
+    joined, read = element * states * (1 + vision.deeper) * vision.hidden_size, element * states * vision.out_hidden_size
+    mask = lines(residual * images.positions * vision.sequence, "vision tower: mask of the tiles, in numbers")
     kept = (
-        *(() if frozen[0] else copied),
-        *lines(residual * states * width, "vision tower: positions of the tiles, before their gate", there=not frozen[0]),
-        *lines(residual * states * width, "vision tower: input of the norm before its blocks", there=reached),
-        *lines(residual * positions * width, "vision tower: input of the norm between its stacks", there=reached),
+        *(() if frozen[0] else images.pixels_copied),
+        *lines(tiles, "vision tower: positions of the tiles, before their gate", there=not frozen[0]),
+        *lines(tiles, "vision tower: input of the norm before its blocks", there=reached),
+        *lines(output, "vision tower: input of the norm between its stacks", there=reached),
         *(mask if reached else ()),
-        *lines(vision.deeper * residual * positions * width, "vision tower: gradients of outputs read early", there=reached),
-        *lines(element * states * joined, "vision tower: its outputs, joined", there=followed),
-        *lines(element * states * vision.out_hidden_size, "tokens of the images, which layers attend to"),
-        *lines(element * states * vision.out_hidden_size, "gradient of the tokens of the images", there=followed),
+        *lines(vision.deeper * output, "vision tower: gradients of outputs read early", there=reached),
+        *lines(joined, "vision tower: its outputs, joined", there=followed),
+        *lines(read, "tokens of the images, which layers attend to"),
+        *lines(read, "gradient of the tokens of the images", there=followed),
         *lines(residual * (states + 1), "mask of text and images, in numbers", of="T"),
     )
-    held = vision.num_hidden_layers * residual * positions * width
     named = (
         *(() if reached else mask),
-        *lines(held, "vision tower: outputs of its first stack, held by name", there=not reached),
-        *lines((1 + 2 * vision.deeper) * residual * positions * width, "vision tower: outputs, while they are joined"),
-        *lines(element * states * joined, "vision tower: its outputs, joined", there=not followed),
+        *lines(vision.num_hidden_layers * output, "vision tower: outputs of its first stack, held by name", there=not reached),
+        *lines((1 + 2 * vision.deeper) * output, "vision tower: outputs, while they are joined"),
+        *lines(joined, "vision tower: its outputs, joined", there=not followed),
         *lines((8 + 4 + element) * states, "mask of text and images, while it is made", of="T"),
     )
-    arguments = copied if frozen[0] and compute.casts_inputs else ()  # until the model's forward returns the loss
-    casts = _copies(vision, frozen, recomputed=recomputed) if compute.autocast else ()
-    return text._replace(
-        shared=(*casts, *kept, *text.shared), forward=(*text.forward, *named, *arguments), loss_forward=arguments,
-        tower_bytes=sizes["b"] * residual * positions * width,
-    )  # fmt: skip
+    return kept, named, ()
 
 
 def _copies(vision: VisionSpec, frozen: tuple[bool, bool], *, recomputed: bool) -> tuple[Line, ...]:

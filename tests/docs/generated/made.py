@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TYPE_CHECKING
 
-from tests.docs.generated import allocator, blocks, commands, layers, ledger, records, scripts, steps, words
+from tests.docs.generated import allocator, blocks, commands, compared, layers, ledger, records, scripts, steps, words
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +24,9 @@ PARTS: dict[str, Callable[..., str]] = {
     "optimizers": steps.optimizers,
     "optimizer-symbols": steps.optimizer_symbols,
     "less-precision": steps.less_precision,
+    "muon": compared.muon,
+    "losses": compared.losses,
+    "imbalance": compared.imbalance,
     "workspaces": steps.workspaces,
     "outside-the-allocator": steps.outside_the_allocator,
     "device-figures": steps.device_figures,

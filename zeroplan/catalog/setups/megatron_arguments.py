@@ -67,6 +67,7 @@ _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 _SWITCHES = {
     "no_overlap_p2p_communication": ("overlap_p2p_comm", False), "no_rope_fusion": ("apply_rope_fusion", False),
     "apply_query_key_layer_scaling": ("attention_softmax_in_fp32", True),
+    "no_use_layer_wise_param_layout": ("use_layer_wise_param_layout", False),
 }  # fmt: skip
 #: The dtypes that zeroplan assumes under Megatron-FSDP.
 _IN_FP32 = {f"megatron_fsdp_{name}_dtype": ("fp32", "auto") for name in ("main_params", "grad_comm")}

@@ -9,7 +9,7 @@ it is made before the forward.
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.plan import REDUCE
 from zeroplan.engines.precisions import compute_of
@@ -79,12 +79,12 @@ def _of_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
 
 def _of_compiled_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
     """It saves the logits, and its backward writes one gradient, of their dtype."""
-    rows = Line(Kind.LOGITS, 8 * x.tokens, "maximum and log-sum of each token's logits, fp32", "8·T", COMPILED)
+    rows = sized(Kind.LOGITS, 8, x.tokens, "maximum and log-sum of each token's logits, fp32", COMPILED, "T")
     return (logits, rows), (logits, rows), (_logits(x, vocab, "gradient of the logits"),)
 
 
 def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
-    held = Line(Kind.ACTIVATIONS, 16 * x.tokens, "input ids and labels, int64", "16·T", LOOP)
+    held = sized(Kind.ACTIVATIONS, 16, x.tokens, "input ids and labels, int64", LOOP, "T")
     times = batch.grad_accum_steps - 1
     earlier = Line(Kind.ACTIVATIONS, 8 * x.tokens * times, "input ids of earlier micro-batches", f"{times}·8·T", EARLIER)
     return held, earlier
@@ -93,7 +93,7 @@ def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
 def _saved(x: Widths) -> tuple[Line, Line, Line]:
     return (
         Line(Kind.ACTIVATIONS, x.element * x.tokens * x.hidden, "final norm: its input", "e·T·h", NORM),
-        Line(Kind.ACTIVATIONS, 4 * x.tokens, "final norm: reciprocal root mean square", "4·T", NORM),
+        sized(Kind.ACTIVATIONS, 4, x.tokens, "final norm: reciprocal root mean square", NORM, "T"),
         Line(Kind.ACTIVATIONS, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", LAYER),
     )
 
@@ -119,7 +119,7 @@ def _logits(x: Widths, vocab: int, reason: str) -> Line:
 
 
 def _wide(x: Widths, vocab: int, reason: str) -> Line:
-    return Line(Kind.LOGITS, 4 * x.tokens * vocab, reason, "4·T·V", LOSS)
+    return sized(Kind.LOGITS, 4, x.tokens * vocab, reason, LOSS, "T·V")
 
 
 # --- release 0.3 -------------------------------------------------------------------------------------------------------------
@@ -173,14 +173,12 @@ def _while_chunks_run(x: Widths, batch: Batch) -> tuple[Line, ...]:
             CHUNKED,
         ),
         Line(Kind.LOGITS, several * 8 * x.tokens, "chunks of the labels, int64", "min(1, b-1)·8·T", CHUNKED),
-        Line(
-            Kind.ACTIVATION_GRADIENTS, 4 * x.tokens * x.hidden, "gradients of the head's input, fp32 buffer", "4·T·h", CHUNKED
-        ),
+        sized(Kind.ACTIVATION_GRADIENTS, 4, x.tokens * x.hidden, "gradients of the head's input, fp32 buffer", CHUNKED, "T·h"),
     )
 
 
 def _held_since_0_3(x: Widths, batch: Batch) -> tuple[Line, ...]:
-    held = Line(Kind.ACTIVATIONS, 24 * x.tokens, "input ids, labels and positions, int64", "24·T", LOOP_SINCE_0_3)
+    held = sized(Kind.ACTIVATIONS, 24, x.tokens, "input ids, labels and positions, int64", LOOP_SINCE_0_3, "T")
     alone = 1 - minimum(1, batch.micro_batch_size - 1)
     reason, formula = "where each token's document is, int32, in the mask", "4·T·(1 + max(0, 2-b))"
     documents = Line(Kind.ACTIVATIONS, 4 * x.tokens * (1 + alone), reason, formula, DOCUMENTS)
@@ -218,7 +216,7 @@ def _later_chunk(run: "MicroBatch") -> None:
 
 
 def _of_the_head(width: int, head: BackwardPoint, reason: str, source: str) -> Line:
-    return Line(Kind.UNSHARDED_GRADIENTS, width * head.gradients, reason, product(width, head.gradients), source)
+    return sized(Kind.UNSHARDED_GRADIENTS, width, head.gradients, reason, source)
 
 
 def _reduce_the_head(run: "MicroBatch", unit: "Unit") -> None:

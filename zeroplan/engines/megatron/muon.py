@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
+from zeroplan.engines.formulas import sized
+from zeroplan.engines.megatron.whole_matrices import Owned
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, where
 from zeroplan.spec.described import Job
@@ -12,18 +13,11 @@ MUON = "Megatron-LM 2026-08, megatron/core/optimizer/__init__.py, _get_megatron_
 ITERATES = "Emerging-Optimizers 2026-08, orthogonalized_optimizers/muon_utils.py, newton_schulz_tp"
 
 
-def muon_states(rank: Rank, job: Job) -> Iterator[Line]:
-    """Yield Muon's momentum of matrices, and Adam's states of all other parameters.
-
-    The layer-wise optimizer gives each rank whole matrices; zeroplan assumes equal shares.
-    """
-    inside, outside = sharers(job), expert_sharers(job)
-    matrices = ceil_div(rank.matrices, inside) + ceil_div(rank.experts, outside)
-    formula = "(ceil(Y_rank/N_opt) + ceil(X_rank/N_exp))"
-    yield Line(Kind.OPTIMIZER_STATE, 4 * matrices, "Muon's momentum of matrices", f"4·{formula}", MUON)
-    others = ceil_div(rank.elements - rank.matrices, inside)
+def muon_states(owned: Owned) -> Iterator[Line]:
+    """Yield Muon's momentum of matrices, and Adam's states of all other parameters. [bytes]"""
+    yield sized(Kind.OPTIMIZER_STATE, 4, owned.matrices, "Muon's momentum of matrices", MUON, "Y_own")
     reason = "Adam's momentum and variance of embedding, head and vectors"
-    yield Line(Kind.OPTIMIZER_STATE, 8 * others, reason, "8·ceil((D_rank - Y_rank)/N_opt)", MUON)
+    yield sized(Kind.OPTIMIZER_STATE, 8, owned.others, reason, MUON, "A_own")
 
 
 def muon_step(job: Job) -> Line:

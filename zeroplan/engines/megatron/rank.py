@@ -7,6 +7,7 @@ from zeroplan.engines.megatron.adapters import trained_by
 from zeroplan.engines.megatron.buckets import padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
+from zeroplan.engines.megatron.whole_matrices import Owned, owned_by
 from zeroplan.engines.megatron.widths import WEIGHTS_TOO
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
@@ -39,6 +40,13 @@ class Rank(NamedTuple):
     schedule: Schedule
     frozen: Int = 0
     """Frozen parameters beside adapters."""
+    muon: Owned | None = None
+    """What the optimizer updates on this rank, if it is Muon."""
+
+    @property
+    def padding(self) -> Int:
+        """Elements by which the buffers of weights and gradients are larger, so that Muon's matrices stay whole."""
+        return 0 if self.muon is None else self.muon.padding
 
     @property
     def counts(self) -> Counts:
@@ -105,7 +113,12 @@ def _made(at: int, job: Job) -> Rank:
         each,
         schedule,
         frozen,
+        _by_muon(each, Owned(matrices + experts, inside - matrices), job, at) if job.recipe.optimizer == "muon" else None,
     )
+
+
+def _by_muon(each: tuple[Counts, ...], whole: Owned, job: Job, at: int) -> Owned:
+    return owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=at == 0, last=at == int(job.mesh.pp) - 1)
 
 
 def _padded(each: tuple[Counts, ...], job: Job) -> tuple[Int, Int]:
@@ -156,5 +169,7 @@ def same_experts(job: Job) -> Int:
 
 def updated_by(rank: Rank, job: Job) -> tuple[Int, str]:
     """Return the number of parameters that this rank's optimizer updates, and its formula."""
+    if rank.muon is not None:
+        return rank.muon.matrices + rank.muon.others, "(Y_own + A_own)"
     share = ceil_div(rank.elements, sharers(job)) + ceil_div(rank.experts, expert_sharers(job))
     return share, "(ceil(D_rank/N_opt) + ceil(X_rank/N_exp))"

@@ -51,8 +51,10 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
 
 
 def _symbols_of_muon(rank: Rank, job: Job) -> Iterator[Symbol]:
-    if job.recipe.optimizer == "muon":
-        yield Symbol("Y_rank", rank.matrices, "those of them in matrices that Muon steps")
+    if rank.muon is not None:
+        yield Symbol("Y_own", rank.muon.matrices, "parameters that this rank updates with Muon: the rank with the most")
+        yield Symbol("A_own", rank.muon.others, "parameters that this rank updates with Adam beside Muon")
+        yield Symbol("P_rank", rank.padding, "padding of the buffers, in which no matrix is on two ranks")
         yield Symbol("Y_step", muon_step(job).n_bytes, "bytes of the Newton-Schulz iterates")
 
 

@@ -32,7 +32,7 @@ def collectives_of_weights(rank: Rank, job: Job) -> Iterator[Collective]:
     width, beside = bytes_of(recipe), mesh.dp_shard * mesh.cp
     together = job.model.moe is None or recipe.megatron.overlap_param_gather
     times = 1 if together else where(mesh.ep > 1, 2, 1)  # experts have their own optimizer; each optimizer gathers all weights
-    parts = [("parameters", Among.SHARDS, beside, rank.elements)]
+    parts = [("parameters", Among.SHARDS, beside, rank.elements + rank.padding)]
     if job.model.moe is not None:
         parts.append(("experts", Among.SHARDS_OF_EXPERTS, same_experts(job), rank.experts))
     sharding = sharding_of(rank, job)
@@ -75,11 +75,12 @@ def _of_gradients(
     what: str, among: Among, width: Bytes, recipe: RecipeSpec, ranks: Int, elements: Int, times: Int
 ) -> Iterator[Collective]:  # fmt: skip
     gradients: Int = width.gradient * elements
-    if not recipe.zero_stage:
+    if not recipe.zero_stage or not recipe.megatron.use_layer_wise_param_layout:
         yield _call("all_reduce", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients, passes=2)
-        return
-    yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
-    yield _call("all_gather", what, Phase.STEP, among, ranks, times, width.weight * elements)
+    else:
+        yield _call("reduce_scatter", f"gradients of {what}", Phase.BACKWARD, among, ranks, 1, gradients)
+    if recipe.zero_stage:
+        yield _call("all_gather", what, Phase.STEP, among, ranks, times, width.weight * elements)
 
 
 def _of_shards(

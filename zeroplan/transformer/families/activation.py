@@ -9,7 +9,7 @@ from collections.abc import Callable
 from zeroplan.ledger import Module
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Backward, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import CAST_BY_CUDA, Site, Tape, Value
 
 ACTIVATIONS = "transformers 5.23, activations.py"
 #: Functions whose derivative is computed from their result.
@@ -63,8 +63,7 @@ def _of_tanh(tape: Tape, inside: Value, half: Value, reason: str) -> Value:
 def _small_cube(tape: Tape, value: Value) -> Value:
     """``0.045·x³``. ``pow`` saves its base, of which CUDA's autocast makes an fp32 copy."""
     base = op.cast(tape, value, CAST_BY_CUDA, _site("gelu: x, base of pow"))
-    cube = op.tensor(tape, "gelu: x³", base.dtype, base.shape, ACTIVATIONS)
-    tape.add("gelu: x³", (cube,), (base,), _power(base, ("x²", "3·x²")), of=(base,), place=_site("").place)
+    cube = _power(tape, base, "gelu: x³", _site("gelu: x³"), ("x²", "3·x²"))
     tape.release(base)
     return op.scaled(tape, cube, "gelu: 0.045·x³", _site("gelu: 0.045·x³"))
 
@@ -83,21 +82,16 @@ def _relu2(tape: Tape, value: Value, reason: str) -> Value:
     """``square(relu(x))``. ``pow`` saves its base, of which CUDA's autocast makes an fp32 copy."""
     bent = op.pointwise(tape, value, "relu2: relu", _site("relu2: relu"), saves_result=True)
     base = op.cast(tape, bent, CAST_BY_CUDA, _site("relu2: relu, base of pow"))
-    made = op.tensor(tape, reason, base.dtype, base.shape, ACTIVATIONS)
-    tape.add("relu2: square", (made,), (base,), _power(base, ("x", "2·x")), of=(base,), place=_site("").place)
+    made = _power(tape, base, reason, _site("relu2: square"), ("x", "2·x"))
     tape.release(base, bent)
     return made
 
 
-def _power(base: Value, factors: tuple[str, ...]) -> Backward:
-    """Return the backward of ``pow``, which makes ``factors`` before the gradient."""
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        for factor in factors:
-            tape.temporary(f"derivative of pow, {factor}", base.dtype * base.shape, ACTIVATIONS)
-        return [(base, op.gradient(tape, base, "gradient of the base of pow", ACTIVATIONS))]
-
-    return backward
+def _power(tape: Tape, base: Value, reason: str, site: Site, factors: tuple[str, ...]) -> Value:
+    """``pow``, which saves its base. Its backward makes ``factors`` before the gradient."""
+    steps = [(f"derivative of pow, {factor}", base.dtype * base.shape) for factor in factors]
+    backward = op.in_turn(op.needs(ACTIVATIONS, *steps), op.makes("gradient of the base of pow", ACTIVATIONS, base))
+    return op.run(tape, base, reason, site, saved=(base,), backward=backward)
 
 
 def _times_constant(tape: Tape, value: Value, name: str) -> Value:

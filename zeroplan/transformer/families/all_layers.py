@@ -106,9 +106,7 @@ def _plan_of(structure: _Structure) -> _Planned:
         tape.run_backward(made, Store(op.GRADIENT, "gradient of the embeddings of all layers", r * made.shape, _MODEL))
     moments = [] if made in tape.untracked else _highest_of_each(tape, dtypes)
     points, arrivals = index.moments(moments), index.arrivals(tape.gradients.arrivals)
-    plan = Plan(
-        tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals
-    )  # fmt: skip
+    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals)
     return _Planned(plan, looked_up, of_all, kept, saved)
 
 

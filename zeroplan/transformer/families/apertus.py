@@ -51,9 +51,10 @@ def _both_parts(tape: Tape, x: Value) -> Value:
     times = _times_alpha(tape, rest, wide, "alpha_n times the exponential part", alphas)
     tape.release(rest)
     below = _plus_beta(tape, times, x, "where x is negative")
-    made = op.tensor(tape, "xielu, input of the down projection", wide, x.shape, XIELU)
-    backward = op.makes("gradient of one part of xielu", XIELU, above, below)
-    tape.add("xielu: choice of the part", (made,), (positive,), backward, of=(above, below), place=_site("").place)
+    made = op.run(
+        tape, (above, below), "xielu, input of the down projection", _site("xielu: choice of the part"), dtype=wide,
+        saved=(positive,), gradient="gradient of one part of xielu",
+    )  # fmt: skip
     tape.release(above, below)
     tape.drop(positive, alphas)
     return made
@@ -74,16 +75,13 @@ def _exponential_part(tape: Tape, x: Value) -> Value:
         beside=("half of the gradient, and where x is eps or more", x.dtype * x.shape + 2 * x.shape),
     )  # fmt: skip
     base = op.cast(tape, least, CAST_BY_CUDA if tape.autocast else x.dtype, _site("xielu: exponent"))
-    power = op.tensor(tape, "xielu: expm1", base.dtype, x.shape, XIELU)
-    backward = op.makes("gradient of the exponent", XIELU, base, beside=("xielu: exponential", base.dtype * x.shape))
-    tape.add("xielu: expm1", (power,), (power,), backward, of=(base,), place=_site("").place)
+    power = op.run(
+        tape, base, "xielu: expm1", _site("xielu: expm1"), saves_result=True, gradient="gradient of the exponent",
+        beside=("xielu: exponential", base.dtype * x.shape),
+    )  # fmt: skip
     tape.release(least, base)
     made = op.tensor(tape, "xielu: expm1 - x", op.wider(tape, power.dtype, x.dtype), x.shape, XIELU)
-
-    def difference(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        negative = tape.make(op.GRADIENT, "xielu: negative gradient", made.dtype * x.shape, XIELU)
-        return [op.through(power, grad_outputs[0]), (x, op.as_narrow(tape, x, negative, made, XIELU))]
-
+    difference = op.in_turn(op.same_gradient(power), op.makes_widened("xielu: negative gradient", XIELU, x, made))
     tape.add("xielu: expm1 - x", (made,), (), difference, of=(power, x), place=_site("").place)
     tape.release(power)
     return made

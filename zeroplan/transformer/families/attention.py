@@ -125,7 +125,7 @@ def flash_with_padding(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     places = tape.make(TENSOR, "places of the tokens that are no padding, int64", 8 * T, UNPADDED)
     query, key, value = (
         run(
-            tape, one, f"{name} without padding", Site(f"{name} without padding", UNPADDED), saved=(places,),
+            tape, one, f"{name} without padding", UNPADDED, saved=(places,),
             gradient=f"gradient of the {name}",
         )
         for one, name in zip(bare, ("queries", "keys", "values"), strict=True)
@@ -195,9 +195,7 @@ def flash_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 
 def _contiguous(tape: Tape, value: Value, name: str) -> Value:
     """Copy heads from token order to head order, as ``contiguous()`` does."""
-    made = tensor(tape, f"{name}, copied head by head", value.dtype, value.shape, SDPA)
-    tape.add(f"{name}, copied", (made,), (), op.same_gradient(value), of=(value,))
-    return made
+    return run(tape, value, f"{name}, copied head by head", Site(f"{name}, copied", SDPA))
 
 
 def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
@@ -510,7 +508,7 @@ def _repeated(tape: Tape, heads: Heads, source: str) -> tuple[Value, Value]:
 def _repeat(tape: Tape, value: Value, heads: Heads, name: str, source: str) -> Value:
     reason, of = f"{name}, repeated for each query head", f"gradient of the {name}"
     if not heads.one_key:
-        return run(tape, value, reason, Site(reason, source), shape=T * q, gradient=of)
+        return run(tape, value, reason, source, shape=T * q, gradient=of)
     return _view_for_each(tape, value, name, source)
 
 
@@ -629,9 +627,7 @@ def _broadcast_operand(tape: Tape, heads: Heads, value: Value, name: str, copies
     if not heads.one_key:
         return _operand(tape, value, copies, Site(name, FALCON), contiguous=False)
     narrow = cast(tape, value, e, Site(name, FALCON))
-    made = _operand(
-        tape, _broadcast(tape, narrow, name), copies, Site(name, FALCON), contiguous=True, copied_for_several=True
-    )  # fmt: skip
+    made = _operand(tape, _broadcast(tape, narrow, name), copies, Site(name, FALCON), contiguous=True, copied_for_several=True)
     copies.own.extend(one for one in (narrow.store, narrow.store.twin) if one is not None)
     return made
 
@@ -671,7 +667,7 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
 
 def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value, tuple[Value, ...]]:
     """Return the softmax of scores and sink, cast to ``dtype`` without the sink, and the tensors of the function's variables."""
-    joined = _with_a_sink(tape, scores)
+    joined = op.plus_bias(tape, scores, a, "scores and sink", Site("attention: scores and sink", SINKS), shape=a * T * (s + 1))
     lowered = _less_the_highest(tape, joined)
     tape.release(joined)
     made = op.pointwise(tape, lowered, "softmax of scores and sink", Site("attention: softmax", SINKS), saves_result=True)
@@ -681,34 +677,17 @@ def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value,
     return cast(tape, without, dtype, Site("softmax of the scores", SINKS)), (lowered, made, without)
 
 
-def _with_a_sink(tape: Tape, scores: Value) -> Value:
-    made = tensor(tape, "scores and sink", scores.dtype, a * T * (s + 1), SINKS)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(a)
-        return [op.through(scores, grad_outputs[0])]
-
-    tape.add("attention: scores and sink", (made,), (), backward, of=tape.with_weight(scores))
-    return made
-
-
 def _less_the_highest(tape: Tape, joined: Value) -> Value:
     """Subtract the highest score of each row. Gradients also flow through that score."""
-    highest = tensor(tape, "highest scores", joined.dtype, T * a, SINKS)
-    place = tape.make(TENSOR, "places of the highest scores, int64", 8 * T * a, SINKS)
-    backward = makes("gradient of the highest scores, among zeros", SINKS, joined)
-    tape.add("attention: highest scores", (highest,), (place,), backward, of=(joined,))
-    tape.drop(place)
-    made = tensor(tape, "scores and sink, less the highest", joined.dtype, joined.shape, SINKS)
-
-    def difference(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the highest scores, not yet summed", joined.dtype * joined.shape, SINKS)
-        return [
-            op.through(joined, grad_outputs[0]),
-            (highest, op.gradient(tape, highest, "gradient of the highest scores", SINKS)),
-        ]
-
-    tape.add("attention: difference from the highest", (made,), (), difference, of=(joined, highest))
+    highest = run(
+        tape, joined, "highest scores", Site("attention: highest scores", SINKS), shape=T * a,
+        keeps=(("places of the highest scores, int64", 8 * T * a),), gradient="gradient of the highest scores, among zeros",
+    )  # fmt: skip
+    unsummed = "gradient of the highest scores, not yet summed", joined.dtype * joined.shape
+    difference = op.in_turn(
+        op.needs(SINKS, unsummed), op.same_gradient(joined), makes("gradient of the highest scores", SINKS, highest)
+    )
+    site = Site("attention: difference from the highest", SINKS)
+    made = run(tape, (joined, highest), "scores and sink, less the highest", site, backward=difference)
     tape.release(highest)
     return made

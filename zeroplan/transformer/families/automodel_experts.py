@@ -7,7 +7,7 @@ from zeroplan.expr import Size, call
 from zeroplan.ledger import Among
 from zeroplan.numeric import ceil_div
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.experts import Computing, grouped_product, picked
+from zeroplan.transformer.families.experts import Computing, grouped_product, of_adapter, picked
 from zeroplan.transformer.families.tape import Arriving, Exchange, P_own, Site, Store, T_own, Tape, Value, h_own
 from zeroplan.transformer.symbols import E, T, T_g, X_r, e, m, r, t, x
 
@@ -53,16 +53,21 @@ def _sent_by_kernels(tape: Tape, normal: Value, weights: Value, computing: Compu
 
 def _weighted_after(tape: Tape, outputs: Value, chosen: Value) -> Value:
     """Multiply the second product's output by the weights in fp32, which saves both. It releases ``outputs``."""
-    name = "experts: outputs, weighted"
+    site = Site("experts: outputs, weighted", AUTOMODEL)
     wide = op.cast(tape, outputs, 4, Site("experts: outputs", AUTOMODEL))
-    product = op.run(
-        tape, (wide, chosen), f"{name}, fp32", Site(name, AUTOMODEL), saved=(wide, chosen),
+    product = _times_weights(tape, wide, chosen, site)
+    made = op.cast(tape, product, e, site)
+    tape.release(wide, product, outputs)
+    return made
+
+
+def _times_weights(tape: Tape, wide: Value, chosen: Value, site: Site) -> Value:
+    """Multiply fp32 outputs by the weights, which saves both."""
+    return op.run(
+        tape, (wide, chosen), "experts: outputs, weighted, fp32", site, saved=(wide, chosen),
         gradient="gradient of the outputs, or of the weights",
         beside=("gradient of the weights, not yet summed", 4 * P_own * h_own),
     )  # fmt: skip
-    made = op.cast(tape, product, e, Site(name, AUTOMODEL))
-    tape.release(wide, product, outputs)
-    return made
 
 
 def _packed(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
@@ -73,9 +78,10 @@ def _packed(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tu
 
 def _sorted_after(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
     """Return the same for DeepEP: it sends tokens with their experts, which Transformer Engine's ``permute`` then sorts."""
-    came = op.tensor(tape, "tokens that came for this rank's experts", e, P_own * h_own, SENT)
-    site = Site("dispatch", SENT)
-    tape.add(site.name, (came,), (), op.makes("gradient of this rank's tokens", SENT, normal), of=(normal,))
+    came = op.run(
+        tape, normal, "tokens that came for this rank's experts", Site("dispatch", SENT), dtype=e, shape=P_own * h_own,
+        gradient="gradient of this rank's tokens",
+    )  # fmt: skip
     maps = tape.make(op.TENSOR, "rows of the sorted pairs, and their experts", (8 * x + 4) * P_own + 5 * P_own * x, SENT)
     given, chosen = _pairs_that_came(tape, came, weights, (maps,))
     tape.release(came)
@@ -136,29 +142,13 @@ def _with_adapter(
     size = e * experts * padded * (reads + width)
     copies = () if padded == rank else (tape.make(op.TENSOR, f"{name}: adapters, padded", size, LORA),)
     product = grouped_product(tape, value, site, ends, experts=experts)
-    inner = _of_adapter(tape, value, (f"{name}: A", reads, padded), (ends, *copies), experts=experts)
-    outer = _of_adapter(tape, inner, (f"{name}: B", padded, width), (ends, *copies), experts=experts)
-    reason = f"{name}: adapter's output, scaled"
-    scaled = op.run(tape, outer, reason, Site(reason, LORA), gradient="gradient of the adapter's output")
+    inner = of_adapter(tape, value, (f"{name}: A", reads, padded), (ends, *copies), LORA, pairs=P_own, experts=experts)
+    outer = of_adapter(tape, inner, (f"{name}: B", padded, width), (ends, *copies), LORA, pairs=P_own, experts=experts)
+    scaled = op.run(tape, outer, f"{name}: adapter's output, scaled", LORA, gradient="gradient of the adapter's output")
     made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", Site(f"{name}: sum", LORA))
     tape.release(product, scaled, inner)
     tape.drop(*copies)
     beside.copy = outer.store
-    return made
-
-
-def _of_adapter(
-    tape: Tape, value: Value, site: tuple[str, Size | int, Size | int], beside: tuple[Store, ...], *, experts: Size
-) -> Value:  # fmt: skip
-    """Multiply pairs with one matrix of each expert's adapter, which is trained."""
-    name, reads, width = site
-    made = op.tensor(tape, f"{name}: output", e, P_own * width, LORA)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.weight_gradient(experts * reads * width, waits=experts == x)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", LORA))] if tape.follows(value) else []
-
-    tape.add(name, (made,), (value, *beside), backward, of=None)
     return made
 
 
@@ -201,9 +191,9 @@ def _returned_by_kernels(tape: Tape, outputs: Value, *, packs: bool) -> Value:
     summed = outputs
     if not packs:
         reason = "outputs of this rank's experts, by token"
-        summed = op.run(tape, outputs, reason, Site(reason, SENT), gradient="gradient of the sorted outputs")
+        summed = op.run(tape, outputs, reason, SENT, gradient="gradient of the sorted outputs")
     reason = "outputs that came back from the experts"
-    made = op.run(tape, summed, reason, Site(reason, SENT), shape=T_own * h_own, gradient="gradient of this rank's outputs")
+    made = op.run(tape, summed, reason, SENT, shape=T_own * h_own, gradient="gradient of this rank's outputs")
     tape.release(*(() if packs else (summed,)))
     return made
 
@@ -226,9 +216,7 @@ def _gathered(tape: Tape, normal: Value, weights: Value, computing: Computing, *
     made = run(tape, given, wide, computing, experts=x if dispatched else E, tokens=tokens)
     made = _summed_over_ranks(tape, made, given) if dispatched else made
     total = (
-        op.run(tape, made, "sum over a token's experts", Site("sum over a token's experts", GROUPED), dtype=4, shape=T * h_own)
-        if computing.weighted_last
-        else made
+        op.run(tape, made, "sum over a token's experts", GROUPED, dtype=4, shape=T * h_own) if computing.weighted_last else made
     )
     output = op.cast(tape, total, r, Site("output of the experts", GROUPED))
     tape.release(wide, made, *([given] if dispatched else []), *([total] if computing.weighted_last else []))
@@ -241,7 +229,7 @@ def _of_all_ranks(tape: Tape, value: Value, width: Size, reason: str) -> Value:
     whole = value.dtype * T_g * width
     pieces = tape.make(op.TEMPORARY, f"{reason}, by rank", whole, GROUPED)
     made = op.run(
-        tape, value, reason, Site(reason, GROUPED), shape=T_g * width, gradient=f"gradient of this rank's part: {reason}",
+        tape, value, reason, GROUPED, shape=T_g * width, gradient=f"gradient of this rank's part: {reason}",
         sends=(Exchange("all_gather", Among.EXPERTS, whole),), sends_back=(Exchange("all_reduce", Among.EXPERTS, whole),),
     )  # fmt: skip
     tape.drop(pieces)
@@ -254,16 +242,9 @@ def _summed_over_ranks(tape: Tape, made: Value, given: Value) -> Value:
     Zero times the sum of the gathered tokens keeps their graph, so the backward fills a gradient of them early.
     """
     joined = Value(made.store, 4, made.shape)
-
-    def with_zero(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        early = (
-            [(given, op.gradient(tape, given, "gradient of zero times the gathered tokens", GROUPED))]
-            if tape.follows(given)
-            else []
-        )
-        return [op.through(made, grad_outputs[0]), *early]
-
-    tape.add("zero times the gathered tokens", (joined,), (), with_zero, of=(made, given))
+    early = op.makes("gradient of zero times the gathered tokens", GROUPED, given)
+    backward = op.in_turn(op.same_gradient(made), early)
+    tape.add("zero times the gathered tokens", (joined,), (), backward, of=(made, given))
     sent = Exchange("all_reduce", Among.EXPERTS, 4 * made.shape)
     copied = op.run(
         tape, joined, "outputs of all ranks' experts", Site("sum over ranks", GROUPED),
@@ -271,8 +252,8 @@ def _summed_over_ranks(tape: Tape, made: Value, given: Value) -> Value:
     )  # fmt: skip
     tape.release(joined)
     part = Value(copied.store, 4, T * h_own * t if made.shape.has(t) else T * h_own)
-    backward = op.makes("gradient of all ranks' outputs, zero outside this rank's part", GROUPED, copied)
-    tape.add("this rank's part", (part,), (), backward, of=(copied,))
+    of_part = op.makes("gradient of all ranks' outputs, zero outside this rank's part", GROUPED, copied)
+    tape.add("this rank's part", (part,), (), of_part, of=(copied,))
     return part
 
 
@@ -287,14 +268,10 @@ def _multiplied(tape: Tape, given: Value, weights: Value, computing: Computing, 
     )
     outputs, gated = _both_products(tape, sorted_, chosen, ends, computing, experts=experts)
     tape.release(*([] if computing.biases else [gated]))
-    name = "experts: outputs"
-    wide = op.cast(tape, outputs, 4, Site(name, GROUPED))
+    site = Site("experts: outputs", GROUPED)
+    wide = op.cast(tape, outputs, 4, site)
     if computing.weighted_last:
-        product = op.run(
-            tape, (wide, chosen), f"{name}, weighted, fp32", Site(name, GROUPED), saved=(wide, chosen),
-            gradient="gradient of the outputs, or of the weights",
-            beside=("gradient of the weights, not yet summed", 4 * P_own * h_own),
-        )  # fmt: skip
+        product = _times_weights(tape, wide, chosen, site)
         tape.release(wide, outputs)
         wide = outputs = product
         tape.hold(wide.store)

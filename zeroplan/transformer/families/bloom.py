@@ -76,13 +76,11 @@ def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...],
 
 def _gelu(tape: Tape, value: Value) -> Value:
     formula = value.dtype * value.shape
-    terms = tape.make(op.TEMPORARY, "terms of tanh GELU", 3 * formula, GELU)
-    made = op.run(
+    return op.run(
         tape, value, "gelu, input of the second projection", Site("gelu", GELU), saved=(value.store,),
-        gradient="gradient of the input of gelu", beside=("terms of tanh GELU's derivative", 4 * formula),
+        passing=(("terms of tanh GELU", 3 * formula),), gradient="gradient of the input of gelu",
+        beside=("terms of tanh GELU's derivative", 4 * formula),
     )  # fmt: skip
-    tape.drop(terms)
-    return made
 
 
 def _tensors(model: ModelSpec) -> Layout:

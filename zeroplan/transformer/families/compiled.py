@@ -11,7 +11,18 @@ from functools import partial
 
 from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Module, Role, Tag
-from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, gradient, tensor, through
+from zeroplan.transformer.families.operators import (
+    TEMPORARY,
+    TENSOR,
+    gradient,
+    in_turn,
+    makes,
+    makes_weight_gradient,
+    needs,
+    run,
+    tensor,
+    through,
+)
 from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, c, e, f, h
 
@@ -40,13 +51,8 @@ def norm(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Valu
 
 def rotary(tape: Tape, value: Value, site: Site) -> Value:
     """Rotate queries or keys in one kernel, which saves nothing. ``value`` stays."""
-    made = tensor(tape, site.name, value.dtype, value.shape, COMPILED)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [(value, gradient(tape, value, f"gradient of the {site.name}", COMPILED))]
-
-    tape.add(f"rotary positions of the {site.name}", (made,), (), backward, of=(value,))
-    return made
+    at = Site(f"rotary positions of the {site.name}", COMPILED)
+    return run(tape, value, site.name, at, gradient=f"gradient of the {site.name}")
 
 
 def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
@@ -103,19 +109,14 @@ def _float8_linear(
         _keep_scales(tape, value, site)
     tape.matrix_product(made.store)
     tape.drop(*factors)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        for what, size in (
-            (f"gradient of the {name}'s output in float8, by rows and by columns", 2 * T * width),
-            (f"weight of the {name} in float8, by columns", matrix),
-            (f"input of the {name} in float8", T * reads),
-        ):
-            tape.temporary(what, size, FLOAT8)
-        tape.weight_gradient(matrix)
-        if bias:
-            tape.weight_gradient(width)
-        return [(value, gradient(tape, value, f"gradient through the {name}", FLOAT8))]
-
+    backward = in_turn(
+        needs(
+            FLOAT8, (f"gradient of the {name}'s output in float8, by rows and by columns", 2 * T * width),
+            (f"weight of the {name} in float8, by columns", matrix), (f"input of the {name} in float8", T * reads),
+        ),
+        makes_weight_gradient(matrix, *((width,) if bias else ())),
+        makes(f"gradient through the {name}", FLOAT8, value),
+    )  # fmt: skip
     tape.add(name, (made,), (value,), backward, of=None, place=site.place)
     return made
 

@@ -181,11 +181,11 @@ class Attention(NamedTuple):
             key, value = (op.heads_of(tape, one, name, self.source) for one, name in ((key, "keys"), (value, "values")))
         turned = self._turned(tape, query, key, block)
         context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, self.joined))
-        if tape.mode.scales_output:
+        if "output-scaled" in tape.mode.fused:
             context = _without_the_sinks_share(tape, context)
-        if tape.mode.copies_output:
+        if "output-copied" in tape.mode.fused:
             kernels, name = context, "attention output in the order of tokens"
-            context = op.run(tape, kernels, name, Site(name, self.source), gradient="gradient of the attention's output")
+            context = op.run(tape, kernels, name, self.source, gradient="gradient of the attention's output")
             tape.release(kernels)
         site = Site("output projection", self.source, Module.O, layer=self.output)
         made = op.linear(tape, context, h, site, reads=c, bias=block.output_bias)
@@ -251,33 +251,18 @@ def gated_mlp(
         return tape.mode.mlp(tape, normal)
     bias, modules = block.mlp_bias, (Module.NONE,) * 3 if prefix else (Module.GATE, Module.UP, Module.DOWN)
     gate = op.linear(tape, normal, width, Site(f"{prefix}gate projection", source, modules[0], layer=layers[0]), bias=bias)
-    gated = op.gated_by_liger if tape.mode.fused_gates and block.activation == "silu" else tape.mode.gate
-    if gated is not None:
-        return _gated_in_one(tape, normal, gate, block, source, gated, width=width, prefix=prefix)
-    active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
-    tape.release(gate)
+    in_one = op.gated_by_liger if "liger-swiglu" in tape.mode.fused and block.activation == "silu" else tape.mode.gate
+    active = gate
+    if in_one is None:
+        active = activated(tape, gate, block.activation, f"{prefix}{block.activation} of the gate", source)
+        tape.release(gate)
     site = Site(f"{prefix}up projection", source, modules[1], layer=layers[1])
     up = op.linear(tape, normal, width, site, bias=bias)
-    reason = f"{prefix}gated product, input of the down projection"
-    inner = op.product(tape, active, up, reason, Site(f"{prefix}gated product", source))
+    reason, name = f"{prefix}gated product, input of the down projection", f"{prefix}gated product"
+    inner = in_one(tape, gate, up, reason, name) if in_one else op.product(tape, active, up, reason, Site(name, source))
     tape.release(active, up)
     site = Site(f"{prefix}down projection", source, modules[2], layer=layers[2])
     made = op.linear(tape, inner, h, site, reads=width, bias=bias)
-    tape.release(inner)
-    return made
-
-
-def _gated_in_one(
-    tape: Tape, normal: Value, gate: Value, block: Block, source: str,
-    gated: Callable[[Tape, Value, Value, str, str], Value], *, width: Size, prefix: str,
-) -> Value:  # fmt: skip
-    """Run the rest of a gated MLP whose activation and product are one kernel, ``gated``."""
-    modules = (Module.NONE,) * 2 if prefix else (Module.UP, Module.DOWN)
-    up = op.linear(tape, normal, width, Site(f"{prefix}up projection", source, modules[0]), bias=block.mlp_bias)
-    reason = f"{prefix}gated product, input of the down projection"
-    inner = gated(tape, gate, up, reason, f"{prefix}gated product")
-    tape.release(gate, up)
-    made = op.linear(tape, inner, h, Site(f"{prefix}down projection", source, modules[1]), reads=width, bias=block.mlp_bias)
     tape.release(inner)
     return made
 

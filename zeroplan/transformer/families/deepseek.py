@@ -8,6 +8,7 @@ from functools import partial
 
 from zeroplan.expr import Size
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
+from zeroplan.spec.recipe import PRIME_RL
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attend, Attended, Heads, eager, efficient, in_32_bits
@@ -72,7 +73,7 @@ def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None 
         )
     tape.release(latent, turning, rotary_key)
     query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
-    query = _scaled(tape, query) if block.family == "mistral4" else query
+    query = op.scaled_by_position(tape, query, f"{MISTRAL}, Mistral4Attention.forward") if block.family == "mistral4" else query
     key, value = expanded(tape, latent_norm, turned[1])
     chosen = () if choose is None else choose(tape, normal, latent_queries[0], block)
     context, weights = attend_of(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
@@ -125,11 +126,10 @@ def _rotated(tape: Tape, value: Value, name: str, half: Size) -> Value:
     """Apply rotary positions to pairs of neighbours: rotate even and odd elements, then join them."""
     even, odd = op.slices(tape, value, (T * half, T * half), Site(f"even and odd elements of the {name}", ROTARY))
     dtype = op.wider(tape, value.dtype, r)
-    halves = tape.make(TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ROTARY)
-    made = op.tensor(tape, f"{name}, turned", dtype, value.shape, ROTARY)
-    tape.drop(halves)
-    backward = op.makes(f"gradient of the {name}, half", ROTARY, even, odd)
-    tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(even, odd))
+    made = op.run(
+        tape, (even, odd), f"{name}, turned", Site(f"rotary positions of the {name}", ROTARY), dtype=dtype, shape=value.shape,
+        passing=((f"{name}: both halves turned", dtype * value.shape),), gradient=f"gradient of the {name}, half",
+    )  # fmt: skip
     tape.release(even, odd)
     return made
 
@@ -147,18 +147,6 @@ def _as_complex(tape: Tape, turning: Value, rotary_key: Value) -> tuple[Value, V
         tape.release(turned)
     tape.release(*wide)
     return made[0], made[1]
-
-
-def _scaled(tape: Tape, query: Value) -> Value:
-    """Multiply each token's queries by a number that grows with its position, and release ``query``."""
-    source = f"{MISTRAL}, Mistral4Attention.forward"
-    scale = tape.make(TENSOR, "scale of each token's queries", query.dtype * s, source)
-    made = op.run(
-        tape, query, "queries, scaled", Site("queries, scaled", source), saved=(scale,), gradient="gradient of the queries"
-    )  # fmt: skip
-    tape.drop(scale)
-    tape.release(query)
-    return made
 
 
 def expanded(tape: Tape, latent: Value, rotary_key: Value) -> tuple[Value, Value]:
@@ -202,7 +190,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
-    if tape.mode.by_prime_rl:
+    if PRIME_RL in tape.mode.fused:
         from zeroplan.transformer.families.prime_rl import moe  # noqa: PLC0415  few jobs have it
 
         return moe(tape, normal, block)
@@ -259,7 +247,7 @@ def _within_groups(tape: Tape, scores: Value, source: str) -> tuple[Value, tuple
     groups = tape.make(TEMPORARY, "router: highest score of each group, and which groups are chosen", 24 * T * G, source)
     spread = tape.make(TEMPORARY, "router: which experts may be chosen, fp32", 4 * T * E, source)
     mask = tape.make(TENSOR, "router: which experts are in no chosen group", T * E, source)
-    made = op.run(tape, scores, name, Site(name, source), saved=(mask,), gradient="gradient of the scores within the groups")
+    made = op.run(tape, scores, name, source, saved=(mask,), gradient="gradient of the scores within the groups")
     tape.drop(mask)
     tape.release(scores)
     return made, (groups, spread, tape.hold(made.store))

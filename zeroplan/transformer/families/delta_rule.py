@@ -88,7 +88,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
         for one, name in zip((*bare, given.value, given.beta), ("queries", "keys", "values", "beta"), strict=True)
     ]
     tape.release(*bare)
-    units = [_unit_length(tape, one, name) for one, name in zip(wide, ("queries", "keys"), strict=False)]
+    units = [unit_length(tape, one, name, _PRODUCT, RULE) for one, name in zip(wide, ("queries", "keys"), strict=False)]
     scaled = op.multiplied(tape, units[0], "queries, scaled", Site("queries, scaled", RULE))
     tape.release(units[0], *wide[:2])
     rows = (scaled, "queries", A * D), (units[1], "keys", A * D), (wide[2], "values", A * I)
@@ -125,22 +125,39 @@ def _in_chunks(tape: Tape, value: Value, name: str) -> Value:
     return op.slices(tape, value, (value.shape,), Site(f"{name}, in another order", RULE))[0]
 
 
-def _unit_length(tape: Tape, value: Value, name: str) -> Value:
-    """``x * rsqrt((x * x).sum() + eps)``."""
-    square = op.tensor(tape, f"{name} squared", 4, value.shape, L2_NORM)
-    both = op.makes(f"gradients of both factors of the {name} squared", L2_NORM, value, value)
-    tape.add(f"square of the {name}", (square,), (value.store,), both, of=(value,))
-    total = tape.make(op.TEMPORARY, f"sums of the {name} squared", 4 * T * A, L2_NORM)
+class Length(NamedTuple):
+    """How a family divides rows by their length: by a product or a quotient."""
+
+    word: str
+    """What each row is multiplied or divided by."""
+    sums: int
+    """Temporaries of the sum over each row. [bytes]"""
+    derivative: tuple[str, int]
+    """A temporary of its backward: the reason, and bytes for each row."""
+    source: str
+
+
+_PRODUCT = Length("reciprocal length", 4, ("powers of the reciprocal length", 8), L2_NORM)
+
+
+def unit_length(tape: Tape, value: Value, name: str, length: Length, source: str) -> Value:
+    """``x * rsqrt((x * x).sum() + eps)``, or a quotient; ``source``: of the product. ``value`` stays."""
+    word, sums, (derivative, size), norm = length
+    both = op.makes(f"gradients of both factors of the {name} squared", norm, value, value)
+    square = op.run(
+        tape, value, f"{name} squared", Site(f"square of the {name}", norm), dtype=4, saved=(value.store,), backward=both
+    )
+    total = tape.make(op.TEMPORARY, f"sums of the {name} squared", sums * T * A, norm)
     tape.release(square)
-    root = op.tensor(tape, f"reciprocal length of the {name}", 4, T * A, L2_NORM)
+    root = op.tensor(tape, f"{word} of the {name}", 4, T * A, norm)
     tape.drop(total)
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("powers of the reciprocal length", 8 * T * A, L2_NORM)
-        return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * A, L2_NORM))]
+        tape.temporary(derivative, size * T * A, norm)
+        return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * A, norm))]
 
-    tape.add(f"reciprocal length of the {name}", (root,), (root.store,), backward, of=(square,))
-    made = _times(tape, value, root, f"{name} of unit length")
+    tape.add(f"{word} of the {name}", (root,), (root.store,), backward, of=(square,))
+    made = op.times_per_row(tape, value, root, f"{name} of unit length", 4, source)
     tape.release(root)
     return made
 
@@ -176,10 +193,10 @@ class _Inside(NamedTuple):
 
 
 def _inside_chunks(tape: Tape, ready: _Ready, block: Block) -> _Inside:
-    decays, (of_system, of_attention) = _pairwise(tape, ready), _copied(tape, block)
+    decays, (of_system, of_attention) = pairwise(tape, ready.decay, ready.mask, PAIRS, RULE), _copied(tape, block)
     system = _scores(tape, ready.learning, ready.key, decays, "triangular system of a chunk", of_system)
     attention = _scores(tape, ready.query, ready.key, decays, "attention within a chunk", of_attention)
-    growth = _exponential(tape, ready.decay, "decay since a chunk's beginning")
+    growth = op.exponential(tape, ready.decay, "decay since a chunk's beginning", RULE)
     keys = _times(tape, ready.learning, growth, "keys times beta, decayed")
     tape.release(growth)
     values = _solved(tape, system, ready.value, "new values")
@@ -187,25 +204,18 @@ def _inside_chunks(tape: Tape, ready: _Ready, block: Block) -> _Inside:
     return _Inside(decays, system, attention, keys, values, reading)
 
 
-def _pairwise(tape: Tape, ready: _Ready) -> Value:
-    """Return the exponential of ``c_i - c_j`` for each pair, masked."""
-    pairs = op.tensor(tape, "logarithms of decay between tokens", 4, PAIRS, RULE)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the differences, negative", 4 * PAIRS, RULE)
-        return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
-
-    tape.add("decay between tokens", (pairs,), (), backward, of=(ready.decay,))
-    site, of = Site("decay between tokens: mask", RULE), "gradient of the decay between tokens, masked"
-    masked = op.run(tape, pairs, "logarithms of decay, masked", site, saved=(ready.mask,), gradient=of)
+def pairwise(tape: Tape, decay: Value, mask: Store, elements: Size, source: str) -> Value:
+    """Return the exponential of ``c_i - c_j`` for each pair of tokens of a chunk, masked: so many ``elements``."""
+    negative = "gradient of the differences, negative", 4 * elements
+    backward = op.in_turn(op.needs(source, negative), op.makes("gradient of the decay, summed", source, decay, decay))
+    site, of = Site("decay between tokens", source), "gradient of the decay between tokens, masked"
+    pairs = op.run(tape, decay, "logarithms of decay between tokens", site, dtype=4, shape=elements, backward=backward)
+    site = Site("decay between tokens: mask", source)
+    masked = op.run(tape, pairs, "logarithms of decay, masked", site, saved=(mask,), gradient=of)
     tape.release(pairs)
-    made = _exponential(tape, masked, "decay between tokens")
+    made = op.exponential(tape, masked, "decay between tokens", source)
     tape.release(masked)
     return made
-
-
-def _exponential(tape: Tape, value: Value, reason: str) -> Value:
-    return op.pointwise(tape, value, reason, Site(f"exponential: {reason}", RULE), saves_result=True)
 
 
 def _copied(tape: Tape, block: Block) -> tuple[Size, Size]:
@@ -285,19 +295,19 @@ def _zeros(tape: Tape, reason: str, shape: Size) -> Value:
 
 def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, several: bool) -> _Scan:
     """Return decayed queries and keys, which read and update the state. With one chunk nothing reads the new state."""
-    growth = _exponential(tape, ready.decay, "decay since a chunk's beginning, for queries")
+    growth = op.exponential(tape, ready.decay, "decay since a chunk's beginning, for queries", RULE)
     query = _times(tape, ready.query, growth, "queries, decayed")
     tape.release(ready.query, growth)
     keys, decays = (ready.key, ready.decay) if several else (_unfollowed(tape, ready.key), _unfollowed(tape, ready.decay))
     site, of = Site("decay to a chunk's end", RULE), "gradient of the decay"
     rest = op.run(tape, decays, "logarithms of decay to a chunk's end", site, dtype=4, shape=FILLED * A, gradient=of)
-    shrinking = _exponential(tape, rest, "decay to a chunk's end")
+    shrinking = op.exponential(tape, rest, "decay to a chunk's end", RULE)
     tape.release(rest)
     key = _times(tape, keys, shrinking, "keys, decayed")
     saved = not several and tape.saving  # by the graph of the decayed keys, which has no backward
     tape.release(ready.key, *(() if saved else (shrinking,)))
     (last,) = op.slices(tape, decays, (b * A * CHUNKS,), Site("decay of whole chunks", RULE))
-    decay = _exponential(tape, last, "decay of whole chunks")
+    decay = op.exponential(tape, last, "decay of whole chunks", RULE)
     tape.release(last)
     held = (query, key, decay, *((shrinking,) if saved else ()))
     return _Scan(inside.values, inside.reading, query, key, inside.attention, decay, state, held)
@@ -339,7 +349,7 @@ def _iteration(tape: Tape, scan: _Scan, done: Iteration, *, times: Times, after:
     """
     values, reading, state = part(tape, scan.values, VALUE_ROWS, times), part(tape, scan.reading, KEY_ROWS, times), done.state
     known = op.matmul(tape, reading, state, _rows("values that the state knows", times), _site("values known"))
-    new = _less(tape, values, known)
+    new = less(tape, values, known, RULE)
     if not tape.autocast:
         tape.summed_anew.add(new)
     tape.release(values, reading, known, *done.new)
@@ -378,19 +388,28 @@ def _rows(reason: str, times: Times) -> tuple[str, Size]:
 
 def _next_state(tape: Tape, scan: _Scan, state: Value, new: Value, often: tuple[Times, Times]) -> Value:
     """``state * decay + key.T @ new``. ``often``: how many iterations, and how many results, this represents."""
-    times, after = often
+    times, _ = often
     decay, key = part(tape, scan.decay, b * A, times), part(tape, scan.key, KEY_ROWS, times)
     decayed = _times(tape, state, decay, "state, decayed")
+    made = with_addition(tape, decayed, (key, new), often, RULE)
+    tape.release(decay, key)
+    return made
+
+
+def with_addition(tape: Tape, decayed: Value, pair: tuple[Value, Value], often: tuple[Times, Times], source: str) -> Value:
+    """Return the next state: the decayed one, plus what a chunk adds to it, the product of a ``pair``. It releases ``decayed``."""
+    times, after = often
     added = op.matmul(
-        tape, key, new, ("what a chunk adds to the state", repeated(STATE, times)), _site("addition to the state")
+        tape, *pair, ("what a chunk adds to the state", repeated(STATE, times)), Site("chunk: addition to the state", source)
     )
-    made = Value(tape.make(op.TENSOR, "state after a chunk", repeated(4 * STATE, after), RULE), 4, STATE)
+    made = Value(tape.make(op.TENSOR, "state after a chunk", repeated(4 * STATE, after), source), 4, STATE)
 
     def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        return [op.narrowed(tape, one, grad_outputs[0], made, _site("state after a chunk")) for one in (decayed, added)]
+        site = Site("chunk: state after a chunk", source)
+        return [op.narrowed(tape, one, grad_outputs[0], made, site) for one in (decayed, added)]
 
     tape.add("chunk: state", (made,), (), backward, of=(decayed, added))
-    tape.release(decay, key, decayed, added)
+    tape.release(decayed, added)
     return made
 
 
@@ -427,15 +446,11 @@ def part(tape: Tape, whole: Value, shape: Size, times: Times) -> Value:
     return made
 
 
-def _less(tape: Tape, value: Value, known: Value) -> Value:
-    """``value - known`` in fp32."""
-    made = op.tensor(tape, "new values of a chunk", 4, value.shape, RULE)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        negative = tape.make(op.GRADIENT, "gradient of what is known, negative", 4 * made.shape, RULE)
-        return [op.through(value, grad_outputs[0]), (known, op.as_narrow(tape, known, negative, made, RULE))]
-
-    tape.add("chunk: new values", (made,), (), backward, of=(value, known))
+def less(tape: Tape, value: Value, known: Value, source: str) -> Value:
+    """``value - known``, in the dtype of ``value``."""
+    made = op.tensor(tape, "new values of a chunk", value.dtype, value.shape, source)
+    negative = op.makes_widened("gradient of what is known, negative", source, known, made)
+    tape.add("chunk: new values", (made,), (), op.in_turn(negative, op.same_gradient(value)), of=(value, known))
     return made
 
 

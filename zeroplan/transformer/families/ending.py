@@ -38,6 +38,7 @@ from zeroplan.transformer.families.tape import (
     Exchange,
     Half,
     Mode,
+    Saved,
     Site,
     Store,
     Tape,
@@ -215,7 +216,7 @@ def ending_of(model: ModelSpec, compute: Compute, x: Widths, loss: str) -> Endin
         release.shifts_logits, model.upcasts_norms and not model.upcasts_ends and x.residual != x.element,
         tuple(one for one in compute.fused if one in _FUSED or (one in ROUNDING and _rounds_head(model))),
         adapted_head=adapted, dropout=adapted and model.adapter is not None and model.adapter.dropout,
-        head_bias=model.head_rows is None and TRAITS[model.family].head_bias, whole_sequences=x.whole_sequences,
+        head_bias=model.head_rows is None and TRAITS[model.family].head_bias, whole_sequences=compute.whole_sequences,
     )  # fmt: skip
 
 
@@ -248,9 +249,7 @@ def _plan_of(ending: Ending) -> _Planned:
     points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
     arrivals, source = index.arrivals(ran.arrivals), _source(ending)
     plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, arrivals)
-    return _Planned(
-        of_a_rank(plan, whole=ending.whole_sequences) if ending.sharded else plan, kept, output, within
-    )  # fmt: skip
+    return _Planned(of_a_rank(plan, whole=ending.whole_sequences) if ending.sharded else plan, kept, output, within)
 
 
 def ran_forward(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:
@@ -298,15 +297,11 @@ def _tape_of(ending: Ending, *, marking: bool = False) -> Tape:
         tape.mode = tape.mode._replace(linear=partial(linear, training=training))
     for name in [one for one in ROUNDING if one in ending.fused]:
         tape.mode = fake_quantised.mode_of(tape.mode, None, name)
-    tape.mode = tape.mode._replace(
-        fused_norms="rms-norm" in ending.fused,
-        liger_norms="liger-rms-norm" in ending.fused,
-        norm_in_one="norm-in-one" in ending.fused,
-    )
+    tape.mode = tape.mode._replace(fused=ending.fused)
     if "te-float8" in ending.fused:
         from zeroplan.transformer.families.te_float8 import mode_of  # noqa: PLC0415  keeps start-up fast
 
-        tape.mode = mode_of(tape.mode, ending.fused)
+        tape.mode = mode_of(tape.mode)
     return tape
 
 
@@ -389,9 +384,8 @@ def _in_pieces(tape: Tape, read: Value, ending: Ending) -> _Ran:
     softmax = tape.make(LOGITS, "log-softmax of all pieces, fp32", 4 * T * V, PIECES)
     if pieces.rounds:
         fake_quantised.round_head(tape, back=False)
-    loss = _scalar()
     tape.add("cast of the logits", (wide,), (), partial(pieces.of_cast, product), of=(product,))
-    tape.add("loss", (loss,), (softmax, tokens), partial(pieces.of_loss, wide), of=(wide,), place=AT_LOSS)
+    loss = _loss(tape, "loss", (softmax, tokens), partial(pieces.of_loss, wide), wide)
     tape.release(product, wide)
     return _Ran(loss, (softmax, tokens), (softmax, tokens, counting.store))
 
@@ -503,11 +497,31 @@ def _logits(tape: Tape, like: Value, reason: str, source: str, dtype: Width | No
     return Value(tape.make(LOGITS, reason, dtype * like.shape, source), dtype, like.shape)
 
 
-def _makes(reason: str, value: Value) -> Backward:
-    """Return a backward that makes a gradient of logits."""
+def _makes(reason: str, value: Value, source: str = FULL, *, dtype: Width | None = None) -> Backward:
+    """Return a backward that makes a gradient of logits, by default in their dtype."""
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [(value, tape.make(LOGITS, reason, value.dtype * value.shape, FULL))]
+        return [(value, tape.make(LOGITS, reason, (value.dtype if dtype is None else dtype) * value.shape, source))]
+
+    return backward
+
+
+def _beside(source: str, *temporaries: op.Named) -> Backward:
+    """Return a backward that makes tensors as large as logits, which live until the operator ends."""
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        tape.scratch += [tape.make(LOGITS, reason, size, source) for reason, size in temporaries]
+        return []
+
+    return backward
+
+
+def _steps(source: str, *temporaries: tuple[Kind, str, Size]) -> Backward:
+    """Return a backward that makes tensors together, and frees them at once."""
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        tape.drop(*[tape.make(kind, reason, size, source) for kind, reason, size in temporaries])
+        return []
 
     return backward
 
@@ -526,6 +540,13 @@ def _scalar() -> Value:
     return Value(Store(LOGITS, "loss", NOTHING, FULL), 4, NOTHING)
 
 
+def _loss(tape: Tape, name: str, saved: Saved, backward: Backward, *of: Value) -> Value:
+    """Run the operator that makes the loss from values ``of``; without them, from the head's weight too."""
+    loss = _scalar()
+    tape.add(name, (loss,), saved, backward, of=of or None, place=AT_LOSS)
+    return loss
+
+
 def cross_entropy(
     tape: Tape, logits: Value, labels: tuple[Store, ...], *, narrow: bool = False
 ) -> tuple[Value, tuple[Store, ...]]:  # fmt: skip
@@ -536,18 +557,18 @@ def cross_entropy(
     """
     wide, (element, kind) = _wide(tape, logits, narrow=narrow), (logits.dtype, "") if narrow else (4, ", fp32")
     softmax = _logits(tape, wide, f"log-softmax of the logits{kind}", FULL)
-    loss = _scalar()
     for label in labels:
         tape.saved[tape.hold(label)] = None
 
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+    def without_labels(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         tape.drop(*(labels if tape.half is Half.WHOLE else ()))
-        tape.scratch.append(tape.make(LOGITS, f"gradient of log-softmax{kind}", element * softmax.shape, FULL))
-        reason = "gradient of the logits" if narrow else "gradient of the fp32 logits"
-        return [(wide, tape.make(LOGITS, reason, element * wide.shape, FULL))]
+        return []
 
-    tape.add("loss", (loss,), (softmax.store,), backward, of=(wide,), place=AT_LOSS)
-    return loss, (wide.store, softmax.store)
+    backward = op.in_turn(
+        without_labels, _beside(FULL, (f"gradient of log-softmax{kind}", element * softmax.shape)),
+        _makes("gradient of the logits" if narrow else "gradient of the fp32 logits", wide, dtype=element),
+    )  # fmt: skip
+    return _loss(tape, "loss", (softmax.store,), backward, wide), (wide.store, softmax.store)
 
 
 def _gathered_first(
@@ -569,35 +590,19 @@ def _gathered_first(
 def _written_early(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run Transformer Engine's cross-entropy, whose forward writes the gradient over the logits in their own dtype."""
     rows = tape.make(LOGITS, "loss, largest logit, sum and label's logit of each token, fp32", 16 * T, WRITTEN_EARLY)
-    loss = _scalar()
-
-    def backward(_tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [op.through(logits, logits.store)]
-
-    tape.add("loss", (loss,), (logits.store, *labels), backward, of=(logits,), place=AT_LOSS)
-    return loss, (rows,)
+    return _loss(tape, "loss", (logits.store, *labels), op.overwrites(logits), logits), (rows,)
 
 
 def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run Unsloth's cross-entropy on fp32 logits, which its backward overwrites with their gradient."""
     rows = tape.make(LOGITS, "loss and log-sum-exp of each token", 8 * T, WRITTEN_OVER)
-    loss = _scalar()
-
-    def backward(_tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [op.through(logits, logits.store)]
-
-    tape.add("loss", (loss,), (logits.store, rows, *labels), backward, of=(logits,), place=AT_LOSS)
-    return loss, (rows,)
+    return _loss(tape, "loss", (logits.store, rows, *labels), op.overwrites(logits), logits), (rows,)
 
 
 def _compiled(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run a cross-entropy that inductor compiled. It reads 16-bit logits, and the backward writes their gradient in 16 bits."""
     rows = tape.make(LOGITS, "maximum and log-sum of each token's logits, fp32", 8 * T, COMPILED)
-    loss = _scalar()
-    tape.add(
-        "loss", (loss,), (logits.store, rows, *labels), _makes("gradient of the logits", logits), of=(logits,), place=AT_LOSS
-    )
-    return loss, (rows,)
+    return _loss(tape, "loss", (logits.store, rows, *labels), _makes("gradient of the logits", logits), logits), (rows,)
 
 
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
@@ -609,15 +614,12 @@ def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[V
     tape.send(each_row)  # the sum
     softmax = _logits(tape, wide, "log-softmax of the logits, fp32", PARALLEL)
     tape.send(each_row)  # the label's
-    loss, share = _scalar(), 4 * wide.shape
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        beside = (("masks, targets and weights of each token", 33 * T), ("gradient of log-softmax, fp32", share),
-                  ("softmax of the logits, fp32", share))  # fmt: skip
-        tape.scratch += [tape.make(LOGITS, reason, size, PARALLEL) for reason, size in beside]
-        return [(wide, tape.make(LOGITS, "gradient of the fp32 logits", share, PARALLEL))]
-
-    tape.add("loss", (loss,), (softmax.store, *labels), backward, of=(wide,), place=AT_LOSS)
+    beside = _beside(
+        PARALLEL, ("masks, targets and weights of each token", 33 * T), ("gradient of log-softmax, fp32", 4 * wide.shape),
+        ("softmax of the logits, fp32", 4 * wide.shape),
+    )  # fmt: skip
+    backward = op.in_turn(beside, _makes("gradient of the fp32 logits", wide, PARALLEL, dtype=4))
+    loss = _loss(tape, "loss", (softmax.store, *labels), backward, wide)
     return loss, (wide.store, less.store, rows, softmax.store)
 
 
@@ -675,9 +677,7 @@ def _joined(tape: Tape, read: Value) -> Value:
     reason = "gradient of the head's input"
     cast = () if tape.is_wide(read.dtype) else (tape.make(GRADIENT, f"{reason}, of all chunks", r * T * h, CHUNKED),)
     tape.drop(*cast)
-    loss = _scalar()
-    tape.add("loss of all chunks", (loss,), (read.store,), op.makes(reason, CHUNKED, read), of=(read,), place=AT_LOSS)
-    return loss
+    return _loss(tape, "loss of all chunks", (read.store,), op.makes(reason, CHUNKED, read), read)
 
 
 def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
@@ -698,7 +698,6 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
         names.append(tape.make(TEMPORARY, "16-bit copy of the head's weight, transposed", e * h * V, FUSED))
         names.append(tape.make(TEMPORARY, "input of the head, a chunk, cast", e * h * _FUSED_CHUNK, FUSED))
     names.append(tape.make(LOGITS, "logits of a chunk", e * V * _FUSED_CHUNK, FUSED))
-    loss = _scalar()
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for store in made:
@@ -707,7 +706,7 @@ def _fused(tape: Tape, read: Value, ending: Ending) -> _Ran:
             tape.history.actions += [(Do.RELEASE, store), (Do.GRADIENT, h * V)]  # the same memory
         return [op.through(read, through)]
 
-    tape.add("loss", (loss,), (through, *made), backward, of=None, place=AT_LOSS)
+    loss = _loss(tape, "loss", (through, *made), backward)
     tape.drop(through, *made)
     return _Ran(loss, (through, *made), tuple(names))
 
@@ -731,6 +730,11 @@ class _Tiled(NamedTuple):
     width: Size | int
     graded: Size
 
+    @property
+    def tile(self) -> Size:
+        """The logits of a tile. [bytes]"""
+        return self.width * TILE_COLUMNS * _TILE_ROWS
+
 
 def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
     """Run one of TRL's heads on every token except each sequence's prompt. The Triton kernels allocate nothing.
@@ -742,34 +746,33 @@ def _tiled(tape: Tape, read: Value, ending: Ending, *, kind: _Tiled) -> _Ran:
     scored = _scored(tape, read, mask)
     targets = (tape.make(LOGITS, "labels that count", 8 * _ROWS, SCORED, LABELS),) if kind.labels else ()
     rows = tape.make(LOGITS, "statistics of each token, fp32", kind.statistics, kind.source)
-    size = kind.width * TILE_COLUMNS * _TILE_ROWS
-    tile = (tape.make(LOGITS, "a tile of logits", size, kind.source), *_casts_of_a_tile(tape, scored, 1))
+    tile = (tape.make(LOGITS, "a tile of logits", kind.tile, kind.source), *_casts_of_a_tile(tape, scored, 1))
     tape.drop(*tile)
     made = tape.make(LOGITS, "log-probabilities and what is measured beside them", kind.made, kind.source)
     saved = tape.make(LOGITS, "log-sum-exp and entropy of each token", kind.saved, kind.source)
-    loss = _scalar()
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        wide = tape.is_wide(scored.dtype)
-        arriving: Arriving = []
-        beside = [] if wide else [tape.make(GRADIENT, "gradient of the scored tokens, fp32", 4 * _ROWS * h, kind.source)]
-        if tape.follows(scored):
-            gradient = tape.make(GRADIENT, "gradient of the scored tokens", scored.dtype * _ROWS * h, kind.source)
-            arriving = [(scored, gradient)]
-        beside.append(tape.make(LOGITS, "a tile of logits, run again", size, kind.source))
-        if kind is _DISTILLS:
-            beside.append(tape.make(LOGITS, "gradient of a tile, in the compute dtype", kind.graded, kind.source))
-        tape.scratch += [*beside, *_casts_of_a_tile(tape, scored, 2)]
-        if not ending.frozen_head:
-            narrow = not tape.is_wide(r)
-            unsummed = ("gradient of the head's weight, fp32", 4 * h * V, kind.source) if narrow else None
-            tape.weight_gradient(h * V, unsummed=unsummed)
-        return arriving
-
-    of = (scored,) if ending.frozen_head else None
-    tape.add("log-probabilities", (loss,), (scored, *targets, saved), backward, of=of, place=AT_LOSS)
+    of = (scored,) if ending.frozen_head else ()
+    loss = _loss(tape, "log-probabilities", (scored, *targets, saved), partial(_tile_by_tile, kind, scored, ending), *of)
     tape.release(scored)
     return _Ran(loss, (saved, *targets), (mask, *labels, *targets, rows, made, saved))
+
+
+def _tile_by_tile(kind: _Tiled, scored: Value, ending: Ending, tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+    """Run the backward of one of TRL's heads, which makes each tile of logits again."""
+    arriving: Arriving = []
+    beside = []
+    if not tape.is_wide(scored.dtype):
+        beside.append(tape.make(GRADIENT, "gradient of the scored tokens, fp32", 4 * _ROWS * h, kind.source))
+    if tape.follows(scored):
+        gradient = tape.make(GRADIENT, "gradient of the scored tokens", scored.dtype * _ROWS * h, kind.source)
+        arriving = [(scored, gradient)]
+    beside.append(tape.make(LOGITS, "a tile of logits, run again", kind.tile, kind.source))
+    if kind is _DISTILLS:
+        beside.append(tape.make(LOGITS, "gradient of a tile, in the compute dtype", kind.graded, kind.source))
+    tape.scratch += [*beside, *_casts_of_a_tile(tape, scored, 2)]
+    if not ending.frozen_head:
+        unsummed = None if tape.is_wide(r) else ("gradient of the head's weight, fp32", 4 * h * V, kind.source)
+        tape.weight_gradient(h * V, unsummed=unsummed)
+    return arriving
 
 
 def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False) -> _Ran:
@@ -784,18 +787,13 @@ def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False)
     tape.release(hot)
     labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
     rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", (24 if entropy else 8) * T, IN_PLACE)
-    loss = _scalar()
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        if not entropy:
-            return [op.through(logits, logits.store)]
-        reasons = (f"gradient of the logits by the {one}" for one in ("log-probabilities", "entropy"))
-        first, second = (tape.make(LOGITS, reason, logits.dtype * logits.shape, IN_PLACE) for reason in reasons)
-        tape.scratch.append(second)
-        return [(logits, first)]
-
-    tape.add("log-probabilities", (loss,), (logits.store, rows, labels), backward, of=(logits,), place=AT_LOSS)
-    return _Ran(loss, (logits.store, rows, labels), (labels, rows, logits.store), (logits.store,))
+    by_both = op.in_turn(
+        _makes("gradient of the logits by the log-probabilities", logits, IN_PLACE),
+        _beside(IN_PLACE, ("gradient of the logits by the entropy", logits.dtype * logits.shape)),
+    )
+    kept = (logits.store, rows, labels)
+    loss = _loss(tape, "log-probabilities", kept, by_both if entropy else op.overwrites(logits), logits)
+    return _Ran(loss, kept, (labels, rows, logits.store), (logits.store,))
 
 
 def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
@@ -808,10 +806,8 @@ def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
     scores = tape.make(LOGITS, "log-probability and entropy of each token", 2 * e * T, OF_CHUNKS)
     rows = (V + 1) * at_most(512, T)
     tape.drop(tape.make(LOGITS, "a chunk's logits, two softmaxes and a product, fp32", 16 * rows, OF_CHUNKS))
-    loss = _scalar()
 
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        made = [tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_CHUNKS)]
+    def chunks(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         total = [] if ending.frozen_head else [tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_CHUNKS)]
         before = tape.make(WEIGHT, "gradients from the previous chunk", e * h * (V + at_most(512, T)), OF_CHUNKS)
         tape.drop(tape.make(LOGITS, "a chunk's logits and six tensors of their size, fp32", 28 * rows, OF_CHUNKS))
@@ -821,14 +817,9 @@ def _by_chunks(tape: Tape, read: Value, ending: Ending) -> _Ran:
         tape.drop(
             beside, tape.make(WEIGHT, "gradient of the head's weight, from a chunk", e * h * V, OF_CHUNKS), before, *total
         )
-        if not ending.frozen_head:
-            tape.weight_gradient(h * V)
-        if tape.follows(read):
-            return [(read, made[0])]
-        tape.drop(*made)
         return []
 
-    tape.add("log-probabilities", (loss,), (read, labels), backward, of=None, place=AT_LOSS)
+    loss = _loss(tape, "log-probabilities", (read, labels), _of_fused_head(read, ending, OF_CHUNKS, chunks))
     return _Ran(loss, (labels,), (labels, scores))
 
 
@@ -841,10 +832,8 @@ def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
     scores = tape.make(LOGITS, "temperature, log-probability, entropy and log-sum-exp of each token", 16 * T, OF_COLUMNS)
     piece = T * at_most(2048, V)
     tape.drop(tape.make(LOGITS, "some columns' logits, and three tensors of their size, fp32", (12 + e) * piece, OF_COLUMNS))
-    loss = _scalar()
 
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_COLUMNS)
+    def columns(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         weight = (
             tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_COLUMNS),
             tape.make(WEIGHT, "gradient of the head's weight, of the previous columns", e * h * at_most(2048, V), OF_COLUMNS),
@@ -853,20 +842,26 @@ def _by_columns(tape: Tape, read: Value, ending: Ending) -> _Ran:
         held = tape.make(LOGITS, "some columns' logits and their gradients", (12 + 2 * e) * piece, OF_COLUMNS)
         beside = tape.make(GRADIENT, "gradient of the head's input, from some columns", e * T * h, OF_COLUMNS)
         tape.drop(held, beside, *weight)
-        return _gradients_of_head(tape, read, made, ending)
+        return []
 
-    tape.add("log-probabilities", (loss,), (read, labels, scores), backward, of=None, place=AT_LOSS)
+    loss = _loss(tape, "log-probabilities", (read, labels, scores), _of_fused_head(read, ending, OF_COLUMNS, columns))
     return _Ran(loss, (labels, scores), (labels, scores))
 
 
-def _gradients_of_head(tape: Tape, read: Value, made: Store, ending: Ending) -> Arriving:
-    """Make the gradient of a trained head's weight. Pass on ``made``, the gradient of its input, or free it if nobody needs it."""
-    if not ending.frozen_head:
-        tape.weight_gradient(h * V)
-    if tape.follows(read):
-        return [(read, made)]
-    tape.drop(made)
-    return []
+def _of_fused_head(read: Value, ending: Ending, source: str, pieces: Backward) -> Backward:
+    """Return a backward that makes the gradients of a fused head's input and of its weight, if trained, piece by piece."""
+
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, source)
+        pieces(tape, grad_outputs)
+        if not ending.frozen_head:
+            tape.weight_gradient(h * V)
+        if tape.follows(read):
+            return [(read, made)]
+        tape.drop(made)
+        return []
+
+    return backward
 
 
 def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
@@ -879,18 +874,12 @@ def _by_kernels(tape: Tape, read: Value, ending: Ending) -> _Ran:
     labels = tape.make(LOGITS, "labels", 8 * T, OF_KERNELS, LABELS)
     rows = tape.make(LOGITS, "log-probability, entropy and three sums of each token, fp32", 20 * T, OF_KERNELS)
     tape.drop(tape.make(LOGITS, "sums for pieces of the vocabulary, fp32", 12 * T * ceil(V, 1024), OF_KERNELS))
-    loss = _scalar()
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        made = tape.make(GRADIENT, "gradient of the head's input", read.dtype * read.shape, OF_KERNELS)
-        tape.drop(
-            tape.make(WEIGHT, "gradient of the head's weight, so far", e * h * V, OF_KERNELS),
-            tape.make(LOGITS, "two pieces of the gradient of the logits", 2 * e * _COLUMNS_OF_VERL * T, OF_KERNELS),
-            tape.make(GRADIENT, "gradient of the head's input, a piece's part", e * T * h, OF_KERNELS),
-        )
-        return _gradients_of_head(tape, read, made, ending)
-
-    tape.add("log-probabilities", (loss,), (read, labels, rows), backward, of=None, place=AT_LOSS)
+    pieces = _steps(
+        OF_KERNELS, (WEIGHT, "gradient of the head's weight, so far", e * h * V),
+        (LOGITS, "two pieces of the gradient of the logits", 2 * e * _COLUMNS_OF_VERL * T),
+        (GRADIENT, "gradient of the head's input, a piece's part", e * T * h),
+    )  # fmt: skip
+    loss = _loss(tape, "log-probabilities", (read, labels, rows), _of_fused_head(read, ending, OF_KERNELS, pieces))
     return _Ran(loss, (labels, rows), (labels, rows))
 
 
@@ -928,15 +917,9 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
     kept = tape.make(
         LOGITS, "log-probabilities and what is made of them, of all pieces", kind.kept * product.shape, kind.source
     )
-    loss = _scalar()
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.drop(
-            tape.make(LOGITS, "gradients of the last piece and of all logits", kind.backward * product.shape, kind.source)
-        )
-        return [(product, tape.make(LOGITS, "gradient of the logits", product.dtype * product.shape, kind.source))]
-
-    tape.add("divergence", (loss,), (kept, labels), backward, of=(product,), place=AT_LOSS)
+    steps = LOGITS, "gradients of the last piece and of all logits", kind.backward * product.shape
+    backward = op.in_turn(_steps(kind.source, steps), _makes("gradient of the logits", product, kind.source))
+    loss = _loss(tape, "divergence", (kept, labels), backward, product)
     return _Ran(loss, (kept, labels), (held, labels, kept, product.store), (product.store,))
 
 
@@ -962,29 +945,23 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     targets = tape.make(LOGITS, "labels that count", 8 * (T - b), PAIRS, LABELS)
     shifted = _viewed(tape, logits, (T - b) * V, "gradient of all logits")
     of_log_probs = _makes("gradient of all logits but the last", shifted)
-    odds = _scalar()
-    tape.add("log-probabilities", (odds,), (logits.store, rows, targets), of_log_probs, of=(shifted,), place=AT_LOSS)
+    odds = _loss(tape, "log-probabilities", (logits.store, rows, targets), of_log_probs, shifted)
     tape.release(shifted)
-    loss = _scalar()
 
     def of_both(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         return [(one, tape.make(LOGITS, "gradient of a number", NOTHING, PAIRS)) for one in (nll, odds)]
 
-    tape.add("loss", (loss,), (), of_both, of=(nll, odds), place=AT_LOSS)
+    loss = _loss(tape, "loss", (), of_both, nll, odds)
     kept = (softmax, logits.store, rows, targets)
     return _Ran(loss, kept, (labels, softmax, rows, targets, logits.store), (logits.store,))
 
 
 def _loss_of_the_chosen(tape: Tape, chosen: Value) -> tuple[Value, Store]:
     """Run cross-entropy of the chosen logits in their dtype; return the loss and the log-softmax that it keeps."""
-    softmax, nll = _logits(tape, chosen, "log-softmax of the chosen", PAIRS), _scalar()
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.scratch.append(tape.make(LOGITS, "gradient of the log-softmax", softmax.dtype * softmax.shape, PAIRS))
-        return [(chosen, tape.make(LOGITS, "gradient of the chosen logits", chosen.dtype * chosen.shape, PAIRS))]
-
-    tape.add("loss of the chosen", (nll,), (softmax.store,), backward, of=(chosen,), place=AT_LOSS)
-    return nll, softmax.store
+    softmax = _logits(tape, chosen, "log-softmax of the chosen", PAIRS)
+    beside = _beside(PAIRS, ("gradient of the log-softmax", softmax.dtype * softmax.shape))
+    backward = op.in_turn(beside, _makes("gradient of the chosen logits", chosen, PAIRS))
+    return _loss(tape, "loss of the chosen", (softmax.store,), backward, chosen), softmax.store
 
 
 def _viewed(tape: Tape, logits: Value, shape: Size, reason: str) -> Value:

@@ -116,7 +116,7 @@ def _divided(tape: Tape, chosen: Value) -> Value:
         gradient="gradient of the top-k weights through their sum",
     )  # fmt: skip
     name = "router: sum of the top-k weights, clamped"
-    clamped = op.run(tape, total, name, Site(name, ROUTER), saved=(total,), gradient="gradient of the sum of the top-k weights")
+    clamped = op.run(tape, total, name, ROUTER, saved=(total,), gradient="gradient of the sum of the top-k weights")
     tape.release(total)
     made = op.run(
         tape, (chosen, clamped), "router: top-k weights, divided by their sum", Site("router: division by the sum", ROUTER),

@@ -62,7 +62,7 @@ def router(tape: Tape, normal: Value, *, narrowed: bool, sigmoid: bool = False, 
     one. The router reads a view of all tokens in one row. The view comes before the product, so the router's weight gets its
     gradient before the view's gradient reaches ``normal``.
     """
-    logits, held = product_of_router(tape, normal, ROUTER, in_32_bits=tape.mode.wide_router)
+    logits, held = product_of_router(tape, normal, ROUTER, in_32_bits="router-in-fp32" in tape.mode.fused)
     scores = _sigmoids(tape, logits) if sigmoid else _scores(tape, logits, narrowed=narrowed)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
@@ -286,7 +286,7 @@ def grouped_product(
     ``weight``: the frozen weights with an adapter, or written out of four bits. An old GPU multiplies expert by expert
     (``FALLBACK``), in a Python operator that saves both factors, makes both gradients, and has ``ends`` on its node.
     """
-    if tape.mode.float8_experts and experts == x:
+    if {"te-float8", "te-experts"} <= set(tape.mode.fused) and experts == x:
         from zeroplan.transformer.families.te_float8 import grouped  # noqa: PLC0415  keeps start-up fast
 
         return grouped(tape, value, site)
@@ -354,7 +354,7 @@ def _experts_here(tape: Tape, normal: Value, weights: Value, computing: Computin
     unsorted, inverse = _back_in_order(tape, weighted, "experts: weighted outputs in the order of tokens")
     summed_in = CAST_BY_CUDA if tape.autocast and not tape.is_wide(unsorted.dtype) else unsorted.dtype
     wide = op.run(
-        tape, unsorted, "sum over a token's experts", Site("sum over a token's experts", EXPERTS), shape=T_own * h_own,
+        tape, unsorted, "sum over a token's experts", EXPERTS, shape=T_own * h_own,
         dtype=summed_in, gradient="gradient of the output, for each expert of a token",
     )  # fmt: skip
     made = op.cast(tape, wide, r, Site("output of the experts", EXPERTS))
@@ -378,15 +378,31 @@ def picked(
     ``first``: the operator runs before those of the experts' weights, so their gradients arrive after its backward.
     """
     reason, shape = made_as
-    made = op.tensor(tape, reason, value.dtype, shape, source)
+    makes = op.makes(f"gradient of what {reason} came from", source, value)
+    backward = op.in_turn(_arrived, makes) if first else makes
+    return op.run(tape, value, reason, source, shape=shape, saved=(by,), backward=backward)
 
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        if first:
-            tape.gradients.waiting.clear()
-        return [(value, op.gradient(tape, value, f"gradient of what {reason} came from", source))]
 
-    tape.add(reason, (made,), (by,), backward, of=(value,))
-    return made
+def _arrived(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+    """The waiting gradients of the experts' weights arrive."""
+    tape.gradients.waiting.clear()
+    return []
+
+
+def of_adapter(
+    tape: Tape, value: Value, site: tuple[str, Size | int, Size | int], saved: tuple[Store, ...], source: str, *, pairs: Size,
+    experts: Size,
+) -> Value:  # fmt: skip
+    """Multiply pairs with one matrix of each expert's adapter, which is trained. It saves ``value`` and ``saved``."""
+    name, reads, width = site
+    backward = op.in_turn(
+        op.makes_weight_gradient(experts * reads * width, waits=experts == x),
+        op.makes(f"gradient of the input of {name}", source, value),
+    )
+    return op.run(
+        tape, value, f"{name}: output", Site(name, source), dtype=e, shape=pairs * width, saved=(value, *saved),
+        backward=backward, weights="trained",
+    )  # fmt: skip
 
 
 def _weighted_outputs(tape: Tape, outputs: Value, weights: Value, source: str) -> Value:
@@ -509,12 +525,12 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
         shape=T_own * t * h_own, saved=(order,), gradient="gradient of the outputs, sorted by expert",
     )  # fmt: skip
     weighted, name = _weighted_outputs(tape, unsorted, weights, COMBINE), "sum over a token's experts"
-    wide = op.run(tape, weighted, name, Site(name, COMBINE), shape=T_own * h_own)
+    wide = op.run(tape, weighted, name, COMBINE, shape=T_own * h_own)
     tape.release(weighted)
     if tape.mode.sharded:
         own, whole = wide, "outputs of the experts for all ranks' tokens"
         wide = op.run(
-            tape, own, whole, Site(whole, COMBINE), shape=T * h_own, gradient="gradient of this rank's outputs",
+            tape, own, whole, COMBINE, shape=T * h_own, gradient="gradient of this rank's outputs",
             sends=(_of_all_ranks(own, h_own),),
         )  # fmt: skip
         tape.release(own)
@@ -560,7 +576,7 @@ def _zeroed(tape: Tape, value: Value, beyond: Store, name: str, *, in_place: boo
 def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
     """Multiply the outputs by one, put them back in the order of receipt, and sum over the single expert of each pair."""
     weighted = op.run(
-        tape, outputs, "experts: outputs times one", Site("experts: outputs times one", EXPERTS), shape=P_own * h_own,
+        tape, outputs, "experts: outputs times one", EXPERTS, shape=P_own * h_own,
         saved=(ones,), gradient="gradient of the outputs, times one",
     )  # fmt: skip
     back, inverse = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")

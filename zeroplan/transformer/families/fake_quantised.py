@@ -20,7 +20,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
-from zeroplan.transformer.families.tape import Arriving, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Backward, Mode, Site, Store, Tape, Value
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.symbols import T, V, e, h
 
@@ -84,12 +84,8 @@ def product(
 def rounded(tape: Tape, value: Value, what: str, elements: Size, scales: Size) -> Value:
     """Return a copy of an activation, rounded; autograd saves what the mask reads, and reciprocals of the scales."""
     made, saved = _made(tape, what, elements, scales, tracked=tape.follows(value))
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        _steps_back(tape, what, elements)
-        return [(value, op.gradient(tape, value, f"gradient through the rounding of the {what}", ROUNDED))]
-
-    tape.add(f"rounding of the {what}", (made,), saved, backward, of=(value,))
+    through = op.makes(f"gradient through the rounding of the {what}", ROUNDED, value)
+    tape.add(f"rounding of the {what}", (made,), saved, op.in_turn(_steps_back(what, elements), through), of=(value,))
     tape.drop(*saved)
     return made
 
@@ -99,12 +95,7 @@ def _weight(tape: Tape, what: str, elements: Size, *, frozen: bool) -> Value:
     made, saved = _made(tape, what, elements, ceil(elements, GROUP), tracked=not frozen)
     if frozen:
         return made
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        _steps_back(tape, what, elements)
-        tape.weight_gradient(elements)
-        return []
-
+    backward = op.in_turn(_steps_back(what, elements), op.makes_weight_gradient(elements))
     tape.add(f"rounding of the {what}", (made,), saved, backward, of=None)
     tape.drop(*saved)
     return made
@@ -123,12 +114,7 @@ def _weight_by_kernels(tape: Tape, what: str, elements: Size) -> Value:
     steps = 8 if tape.saving else 16
     tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding", steps * elements, BY_KERNELS))
     made = Value(tape.make(TENSOR, f"{what}, rounded", e * elements, BY_KERNELS), e, elements)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding's backward", (12 - e) * elements, BY_KERNELS))
-        tape.weight_gradient(elements)
-        return []
-
+    backward = op.in_turn(_steps_back(what, elements, each=12, source=BY_KERNELS), op.makes_weight_gradient(elements))
     tape.add(f"rounding of the {what}", (made,), saved, backward, of=None)
     tape.drop(*saved)
     return made
@@ -179,6 +165,11 @@ def scales_kept(model: ModelSpec, batch: Batch, name: str) -> tuple[Line, ...]:
     return (Line(Kind.TEMPORARY, n_bytes, reason, f"8·({layers}·T + {groups})", KEPT),)
 
 
-def _steps_back(tape: Tape, what: str, elements: Size) -> None:
-    """The steps of a backward beside the gradient that it reads: ten bytes of an element together."""
-    tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding's backward", (10 - e) * elements, ROUNDED))
+def _steps_back(what: str, elements: Size, *, each: int = 10, source: str = ROUNDED) -> Backward:
+    """The steps of a backward beside the gradient that it reads: together so many bytes of ``each`` element."""
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        tape.drop(tape.make(TEMPORARY, f"{what}: steps of the rounding's backward", (each - e) * elements, source))
+        return []
+
+    return backward

@@ -74,9 +74,8 @@ def _parts(tape: Tape, joint: Value, *, copied: bool) -> tuple[Value, Value, Val
 
 def _picked(tape: Tape, joint: Value, name: str, shape: Size) -> Value:
     index = tape.make(op.TENSOR, f"place of the {name}, int64", 8 * _ONE, HEADS)
-    of = f"gradient of the {name}, among zeros"
-    made = op.tensor(tape, name, joint.dtype, shape, HEADS)
-    tape.add(f"{name}, picked", (made,), (index,), op.makes(of, HEADS, joint), of=(joint,))
+    site, of = Site(f"{name}, picked", HEADS), f"gradient of the {name}, among zeros"
+    made = op.run(tape, joint, name, site, shape=shape, saved=(index,), gradient=of)
     tape.drop(index)
     return made
 

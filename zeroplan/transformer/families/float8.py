@@ -71,13 +71,11 @@ def _linear(
 
 def _plus_bias(tape: Tape, product: Value, width: Size, site: Site) -> Value:
     """Add the bias to a product in a tensor of its own, as torchao's layer does."""
-    made = op.tensor(tape, f"output of the {site.name}, with its bias", e, product.shape, LAYER, Tag(Role.OUTPUT, site.module))
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        tape.weight_gradient(width)
-        return [op.through(product, grad_outputs[0])]
-
-    tape.add(f"{site.name}: bias", (made,), (), backward, of=None)
+    backward = op.in_turn(op.makes_weight_gradient(width), op.same_gradient(product))
+    made = op.run(
+        tape, product, f"output of the {site.name}, with its bias", Site(f"{site.name}: bias", LAYER), dtype=e,
+        backward=backward, weights="trained", tag=Tag(Role.OUTPUT, site.module),
+    )  # fmt: skip
     tape.release(product)
     return made
 
@@ -88,49 +86,40 @@ def _linear_in_blocks(
     if bias:
         raise AssertionError("layers with a bias are refused")
     name, matrix, inputs, outputs = site.name, reads * width, T * reads, T * width
+    source = FOUR_BITS if four else BLOCKS
     given = op.cast(tape, value, e, Site(f"input of the {name}", site.source))
     factors, kept = list[Store](), list[Store]()
     for what, size in (("input", inputs), ("weight", matrix)):
         if four and what == "weight":
             wide = (f"{part} of the {name}'s weight in fp32" for part in ("copy", "absolute values"))
             tape.drop(*[tape.make(TEMPORARY, reason, 4 * matrix, FOUR_BITS) for reason in wide])
-        factors.append(_in_blocks(tape, f"{what} of the {name}", size, four=four))
+        factors.append(tape.make(TEMPORARY, *_in_blocks(f"{what} of the {name}", size, four=four), source))
         if four:
-            kept.append(_in_blocks(tape, f"{what} of the {name}, by columns", size, four=True, saved=True))
+            kept.append(tape.make(TENSOR, *_in_blocks(f"{what} of the {name}, by columns", size, four=True), source))
     made = op.tensor(tape, f"output of the {name}", e, outputs, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
     tape.drop(*factors)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        def cast(what: str, size: Size) -> Store:
-            return _in_blocks(tape, f"{what} of the {name}", size, four=four)
-
-        here = [
-            cast("gradient of the output", outputs),
-            cast("gradient, by columns," if four else "weight", outputs if four else matrix),
-        ]
-        arriving = [(given, op.gradient(tape, given, f"gradient through the {name}", FOUR_BITS if four else BLOCKS))]
-        if not four:
-            here += [cast("gradient, by columns,", outputs), cast("input, by columns,", inputs)]
-        tape.weight_gradient(matrix)
-        tape.scratch += here
-        return arriving
-
-    read = () if four else (Beside(f"weight of the {name}", e * matrix, strided=True),)
-    tape.add(
-        name, (made,), tuple(kept) if four else (given,), backward, of=(given,) if four else None, place=site.place, beside=read
+    cast = partial(_in_blocks, four=four)
+    by_columns = cast(f"gradient, by columns, of the {name}", outputs)
+    before = (
+        cast(f"gradient of the output of the {name}", outputs),
+        by_columns if four else cast(f"weight of the {name}", matrix),
     )
+    after = () if four else (by_columns, cast(f"input, by columns, of the {name}", inputs))
+    through = op.makes(f"gradient through the {name}", source, given)
+    backward = op.in_turn(op.needs(source, *before), through, op.needs(source, *after), op.makes_weight_gradient(matrix))
+    read = () if four else (Beside(f"weight of the {name}", e * matrix, strided=True),)
+    saved = tuple(kept) if four else (given,)
+    tape.add(name, (made,), saved, backward, of=(given,) if four else None, place=site.place, beside=read)
     tape.drop(*kept)
     tape.release(given)
     return made
 
 
-def _in_blocks(tape: Tape, what: str, elements: Size, *, four: bool, saved: bool = False) -> Store:
+def _in_blocks(what: str, elements: Size, *, four: bool) -> op.Named:
     """Codes of 8 or 4 bits, and a byte for the scale of 32 or 16 of them."""
     size = ceil(elements, 2) + ceil(elements, 16) if four else elements + ceil(elements, 32)
-    return tape.make(
-        TENSOR if saved else TEMPORARY, f"{what} in {'NVFP4' if four else 'MXFP8'}", size, FOUR_BITS if four else BLOCKS
-    )
+    return f"{what} in {'NVFP4' if four else 'MXFP8'}", size
 
 
 def _in_float8(tape: Tape, what: str, elements: Size, scales: Size | None) -> list[Store]:

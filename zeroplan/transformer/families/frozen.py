@@ -111,15 +111,10 @@ def frozen_linear(
     made = op.tensor(tape, f"output of the {site.name}", e, tape.rows * width, site.source, Tag(Role.OUTPUT, site.module))
     if not bias:
         tape.matrix_product(made.store)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [(value, op.gradient_of_product(tape, value, f"gradient through the {site.name}", site.source))]
-
-    saved = (value,) if keeps_input else ()
     weight = Beside(f"weight of the {site.name}", e * reads * width, strided=True)
     tape.add(
-        site.name, (made,), saved, backward, of=(value,), place=site.place, saves_weight=True, late=keeps_input,
-        beside=(weight,),
+        site.name, (made,), (value,) if keeps_input else (), op.makes_of_product(value, site), of=(value,), place=site.place,
+        saves_weight=True, late=keeps_input, beside=(weight,),
     )  # fmt: skip
     return made
 
@@ -145,16 +140,25 @@ def _quantised(tape: Tape, value: Value, site: Site, training: Training, *, widt
     """Run a layer in four bits and its adapter, if any. Autocast casts the adapter's input."""
     adapted = training.adapts(site)
     with tape.owning() if adapted else nullcontext():
-        if training.quantize == "gptq":
-            made = _product_of_gptq(tape, value, site, width=width, reads=reads)
-        elif training.quantize == "int8":
-            made = _in_8_bits(tape, value, site, width=width, reads=reads)
-        else:
-            made = _in_4_bits(tape, value, site, training, width=width, reads=reads, clone=adapted)
+        made = packed_linear(tape, value, site, training, width=width, reads=reads)
+        made = _cloned(tape, made, site.name) if adapted and training.quantize not in ("gptq", "int8") else made
     if not adapted:
         return made
     tape.hold(value.store)
     return plus_adapter(tape, value, made, site, training, width=width, reads=reads, bias=bias)
+
+
+def packed_linear(tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size) -> Value:
+    """Run a frozen layer in four or in eight bits. bitsandbytes casts to the compute dtype and back."""
+    if training.quantize == "gptq":
+        return _product_of_4_bits(tape, value, site, training, width=width, reads=reads, read=value)
+    if training.quantize == "int8":
+        return _in_8_bits(tape, value, site, width=width, reads=reads)
+    given = op.cast(tape, value, e, Site(f"input of the {site.name}", LAYER_4BIT))
+    made = _product_of_4_bits(tape, given, site, training, width=width, reads=reads, read=value)
+    returned = op.cast(tape, made, value.dtype, Site(f"output of the {site.name}", LAYER_4BIT))
+    tape.release(made, given)
+    return returned
 
 
 def plus_adapter(
@@ -214,33 +218,6 @@ def dropped(tape: Tape, given: Value, site: Site) -> Value:
 # --- four bits ---------------------------------------------------------------------------------------------------------------
 
 
-def _in_4_bits(
-    tape: Tape, value: Value, site: Site, training: Training, *, width: Size, reads: Size, clone: bool
-) -> Value:  # fmt: skip
-    """Run a layer in four bits. ``clone``: the layer has an adapter, so peft copies its output."""
-    name = site.name
-    given = op.cast(tape, value, e, Site(f"input of the {name}", LAYER_4BIT))
-    made = _product_of_4_bits(tape, given, site, training, width=width, reads=reads, read=value)
-    returned = op.cast(tape, made, value.dtype, Site(f"output of the {name}", LAYER_4BIT))
-    tape.release(made, given)
-    return _cloned(tape, returned, name) if clone else returned
-
-
-def _product_of_gptq(tape: Tape, given: Value, site: Site, *, width: Size, reads: Size) -> Value:
-    """Dequantise the whole weight and multiply. Autograd saves only the packed weight."""
-    name, matrix = site.name, reads * width
-    written = dequantised(tape, name, matrix, GPTQ)
-    made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, GPTQ, Tag(Role.OUTPUT, site.module))
-    tape.drop(written)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.scratch.append(dequantised(tape, name, matrix, GPTQ))
-        return [(given, op.gradient(tape, given, f"gradient through the {name}", GPTQ))]
-
-    tape.add(name, (made,), (), backward, of=(given,), place=site.place)
-    return made
-
-
 def _product_of_4_bits(
     tape: Tape, given: Value, site: Site, training: Training, *, width: Size, reads: Size, read: Value
 ) -> Value:  # fmt: skip
@@ -248,25 +225,26 @@ def _product_of_4_bits(
 
     ``read``: the layer's input, whose 16-bit copy is ``given``.
     """
-    name, matrix, quantize = site.name, reads * width, training.quantize
-    written = written_for_product(tape, name, matrix, read, training)
-    made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, FORWARD, Tag(Role.OUTPUT, site.module))
+    name, matrix, quantize, packed = site.name, reads * width, training.quantize, training.quantize == "gptq"
+    forward, back = (GPTQ, GPTQ) if packed else (FORWARD, BACKWARD)
+    written = [dequantised(tape, name, matrix, GPTQ)] if packed else _written_for_product(tape, name, matrix, read, training)
+    made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, forward, Tag(Role.OUTPUT, site.module))
     tape.drop(*written)
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for store in op.stores_of(kept):  # an attribute of the operator, which lives as long as the graph
             tape.hold(store)
         scales = scales_written_out(tape, name, matrix, quantize, copies=1)
-        tape.scratch.append(dequantised(tape, name, matrix, BACKWARD, quantize))
+        tape.scratch.append(dequantised(tape, name, matrix, back, quantize))
         tape.drop(*scales)
-        return [(given, op.gradient(tape, given, f"gradient through the {name}", BACKWARD))]
+        return [(given, op.gradient(tape, given, f"gradient through the {name}", back))]
 
-    kept = kept_of_4_bits(tape, read, given, training)
+    kept = () if packed else _kept_of_4_bits(tape, read, given, training)
     tape.add(name, (made,), kept, backward, of=(given,), place=site.place)
     return made
 
 
-def written_for_product(tape: Tape, name: str, matrix: Size, read: Value, training: Training) -> list[Store]:
+def _written_for_product(tape: Tape, name: str, matrix: Size, read: Value, training: Training) -> list[Store]:
     """Dequantise a weight to 16 bits for the forward; return the tensors alive during the product.
 
     A layer that follows an fp32 input makes an fp32 weight, which autocast casts again.
@@ -280,7 +258,7 @@ def written_for_product(tape: Tape, name: str, matrix: Size, read: Value, traini
     return [wide, tape.make(TEMPORARY, f"weight of the {name}, in fp32: cast by autocast", e * matrix, AUTOCAST)]
 
 
-def kept_of_4_bits(tape: Tape, read: Value, given: Value, training: Training) -> tuple[Value, ...]:
+def _kept_of_4_bits(tape: Tape, read: Value, given: Value, training: Training) -> tuple[Value, ...]:
     """Return the input that bitsandbytes before 0.43.2 saves needlessly for a layer in four bits, in the compute dtype."""
     return ((read if _follows(tape, read, training) else given),) if training.four_bits_keep_inputs else ()
 

@@ -21,7 +21,7 @@ from zeroplan.transformer.families.gemma import BEFORE, FOUR_NORMS
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.per_layer import Sources, begin, shared_keys, slice_of, store_keys, with_embedding
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
-from zeroplan.transformer.families.tape import Arriving, Operator, P_own, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Operator, P_own, Site, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, BlockRun, Layout, Parameter, kinds_by_keys, own_keys
 from zeroplan.transformer.params_gated import alternating, around, attention_of, fused_experts, gated, head_norms, norms
 from zeroplan.transformer.params_modules import Parameters, embedding, linear, rms_norm
@@ -165,17 +165,13 @@ def _router(tape: Tape, flat: Value) -> Routing:
 
 def _times_weight(tape: Tape, bare: Value) -> Value:
     """Multiply by a learned number per channel, and release ``bare``."""
-    made = op.tensor(tape, "router: its input, weighted", op.wider(tape, bare.dtype, r), bare.shape, ROUTER)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = op.gradient(tape, bare, "gradient of the router's normalised input", ROUTER)
-        if not frozen:
-            unsummed = ("gradient of the router's scale, not yet summed", made.dtype * made.shape, ROUTER)
-            tape.weight_gradient(h, unsummed=unsummed)
-        return [(bare, passed)]
-
-    saved, frozen = () if tape.mode.weights_frozen else (bare,), tape.mode.weights_frozen
-    tape.add("router: weights of its input", (made,), saved, backward, of=tape.with_weight(bare))
+    dtype, saved = op.wider(tape, bare.dtype, r), () if tape.mode.weights_frozen else (bare,)
+    unsummed = "gradient of the router's scale, not yet summed", dtype * bare.shape, ROUTER
+    through = op.makes("gradient of the router's normalised input", ROUTER, bare)
+    made = op.run(
+        tape, bare, "router: its input, weighted", Site("router: weights of its input", ROUTER), dtype=dtype, saved=saved,
+        backward=op.in_turn(through, op.trains(h, unsummed=unsummed)), weights="own",
+    )  # fmt: skip
     tape.release(bare)
     return made
 

@@ -9,7 +9,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, joint_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import ATTENTION_MODULES, Block, ConfigKeys, Definition, Tables
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import alike, attention_of, norms
 from zeroplan.transformer.params_modules import linear
@@ -68,14 +68,8 @@ def turned(
 
 def times_table(tape: Tape, value: Value, table: Store | None, reason: str) -> Value:
     """Multiply by cos or sin. Autograd saves a block's own copy of the table."""
-    made = op.tensor(tape, reason, op.wider(tape, value.dtype, r), value.shape, APPLY)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = tape.make(op.GRADIENT, f"gradient through {reason}", made.dtype * made.shape, APPLY)
-        return [(value, op.as_narrow(tape, value, passed, made, APPLY))]
-
-    tape.add(reason, (made,), () if table is None else (table,), backward, of=(value,))
-    return made
+    saved, dtype, of = () if table is None else (table,), op.wider(tape, value.dtype, r), f"gradient through {reason}"
+    return op.run(tape, value, reason, APPLY, dtype=dtype, saved=saved, gradient=of, widened=True)
 
 
 def exchanged_pairs(tape: Tape, half: Value, of: Half) -> Value:
@@ -85,7 +79,7 @@ def exchanged_pairs(tape: Tape, half: Value, of: Half) -> Value:
     name = f"odd elements of the {of.name}, negative"
     negative = op.multiplied(tape, odd, name, site._replace(name=name))
     name = f"{of.name}, pairs exchanged"
-    made = op.run(tape, (negative, even), name, Site(name, APPLY), dtype=half.dtype, shape=half.shape)
+    made = op.run(tape, (negative, even), name, APPLY, dtype=half.dtype, shape=half.shape)
     tape.release(negative, even, odd)
     return made
 

@@ -59,13 +59,11 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
 def _one_rotated(tape: Tape, value: Value, name: str) -> Value:
     """Apply rotary positions to each half, and join the halves head by head. Autograd saves nothing of the block."""
     dtype = op.wider(tape, value.dtype, r)
-    halves = tape.make(op.TEMPORARY, f"{name}: both halves turned", dtype * value.shape, ATTENTION)
-    made = op.tensor(tape, name, dtype, value.shape, ATTENTION)
-    tape.drop(halves)
-    beside = (f"gradients of the halves of the {name}", value.dtype * value.shape)
-    backward = op.makes(f"gradient of the {name}", ATTENTION, value, beside=beside)
-    tape.add(f"rotary positions of the {name}", (made,), (), backward, of=(value,))
-    return made
+    return op.run(
+        tape, value, name, Site(f"rotary positions of the {name}", ATTENTION), dtype=dtype,
+        passing=((f"{name}: both halves turned", dtype * value.shape),), gradient=f"gradient of the {name}",
+        beside=(f"gradients of the halves of the {name}", value.dtype * value.shape),
+    )  # fmt: skip
 
 
 _ATTENTION = Attention(ATTENTION, rotated=_rotated, joined=True)

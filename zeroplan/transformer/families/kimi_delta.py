@@ -21,9 +21,14 @@ from zeroplan.transformer.families.delta_rule import (
     STATE,
     Given,
     Iteration,
+    Length,
     Times,
+    less,
+    pairwise,
     part,
     repeated,
+    unit_length,
+    with_addition,
     written,
 )
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
@@ -40,6 +45,7 @@ VECTORS, CHUNK_VECTORS = ROWS * CHUNK, KEY_ROWS * CHUNK
 _SOLVED_ROWS = sum(row + row * row for row in range(1, CHUNK))
 _LAST_ROW = CHUNK - 1 + (CHUNK - 1) ** 2
 _MASK = NOTHING + CHUNK * CHUNK
+_QUOTIENT = Length("length", 8, ("twice the length", 4), L2_NORM)
 
 
 class _Ready(NamedTuple):
@@ -116,7 +122,9 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     for value, name in zip(given, names, strict=True):
         wide.append(_by_head(tape, value, name, copied=not (block.one_key and name in ("beta", "decay"))))
     for place, name in enumerate(names[:2]):
-        wide[place] = _unit_length(tape, wide[place], name)
+        unit = unit_length(tape, wide[place], name, _QUOTIENT, L2_NORM)
+        tape.release(wide[place])
+        wide[place] = unit
     filled = list[Value]()
     for value, name in zip(wide, names, strict=True):
         reason, shape = f"{name}, filled up to whole chunks", FILLED * A if name == "beta" else ROWS
@@ -147,26 +155,6 @@ def _by_head(tape: Tape, value: Value, name: str, *, copied: bool) -> Value:
     return made
 
 
-def _unit_length(tape: Tape, value: Value, name: str) -> Value:
-    """``x / sqrt((x * x).sum() + eps)``. It releases ``value``."""
-    square = op.tensor(tape, f"{name} squared", 4, value.shape, L2_NORM)
-    both = op.makes(f"gradients of both factors of the {name} squared", L2_NORM, value, value)
-    tape.add(f"square of the {name}", (square,), (value.store,), both, of=(value,))
-    total = tape.make(op.TEMPORARY, f"sums of the {name} squared", 8 * T * A, L2_NORM)
-    tape.release(square)
-    length = op.tensor(tape, f"length of the {name}", 4, T * A, L2_NORM)
-    tape.drop(total)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("twice the length", 4 * T * A, L2_NORM)
-        return [(square, tape.make(op.GRADIENT, "gradient of the squares, one for each row", 4 * T * A, L2_NORM))]
-
-    tape.add(f"length of the {name}", (length,), (length.store,), backward, of=(square,))
-    made = op.times_per_row(tape, value, length, f"{name} of unit length", 4, L2_NORM)
-    tape.release(value, length)
-    return made
-
-
 def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
     return op.times_per_row(tape, value, factor, reason, 4, RULE)
 
@@ -176,39 +164,18 @@ def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
 
 def _inside_chunks(tape: Tape, ready: _Ready) -> _Inside:
     masks = _mask(tape), _mask(tape)
-    decays = _pairwise(tape, ready, masks[1])
+    decays = pairwise(tape, ready.decay, masks[1], VECTORS, RULE)
     pair = ready.learning, ready.key
     bare = _scores(tape, pair, decays, "triangular system of a chunk", (VECTORS, PAIRS), masks[0])
     system, last = _solved(tape, op.scaled(tape, bare, "triangular system, negative", Site("triangular system: sign", RULE)))
     values = op.matmul(tape, system, ready.learnt, ("new values", ROWS), Site("new values", RULE))
     tape.release(ready.value)
-    growth = _exponential(tape, ready.decay, "decay since a chunk's beginning")
+    growth = op.exponential(tape, ready.decay, "decay since a chunk's beginning", RULE)
     keys = op.product(tape, ready.learning, growth, "keys times beta, decayed", Site("decay of the keys", RULE))
     tape.release(growth)
     reading = op.matmul(tape, system, keys, ("keys that read the state", ROWS), Site("keys that read the state", RULE))
     tape.release(keys)
     return _Inside(decays, system, values, reading, masks[0], (masks[1], last), [])
-
-
-def _exponential(tape: Tape, value: Value, reason: str) -> Value:
-    return op.pointwise(tape, value, reason, Site(f"exponential: {reason}", RULE), saves_result=True)
-
-
-def _pairwise(tape: Tape, ready: _Ready, mask: Store) -> Value:
-    """Return the exponential of ``c_i - c_j`` of each channel for each pair of tokens, masked."""
-    pairs = op.tensor(tape, "logarithms of decay between tokens", 4, VECTORS, RULE)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the differences, negative", 4 * VECTORS, RULE)
-        return [(ready.decay, op.gradient(tape, ready.decay, "gradient of the decay, summed", RULE)) for _ in range(2)]
-
-    tape.add("decay between tokens", (pairs,), (), backward, of=(ready.decay,))
-    site, of = Site("decay between tokens: mask", RULE), "gradient of the decay between tokens, masked"
-    masked = op.run(tape, pairs, "logarithms of decay, masked", site, saved=(mask,), gradient=of)
-    tape.release(pairs)
-    made = _exponential(tape, masked, "decay between tokens")
-    tape.release(masked)
-    return made
 
 
 def _scores(
@@ -296,7 +263,7 @@ def _iteration(
     rows, state = repeated(KEY_ROWS, times), done.state
     wholes = ready.query, ready.key, inside.values, ready.decay
     query, key, values, decay = (part(tape, one, KEY_ROWS, times) for one in wholes)
-    grown = _exponential(tape, decay, "decay since a chunk's beginning, of a chunk")
+    grown = op.exponential(tape, decay, "decay since a chunk's beginning, of a chunk", RULE)
     asking = op.product(tape, query, grown, "queries of a chunk, decayed", _site("decay of the queries"))
     tape.release(grown)
     before = op.matmul(tape, asking, state, ("attention to chunks before", rows), _site("attention to the state"))
@@ -304,7 +271,7 @@ def _iteration(
     shapes = repeated(CHUNK_VECTORS, times), repeated(CHUNK_PAIRS, times)
     within = _scores(tape, (query, key), inside.decays, "attention within a chunk", shapes, mask, times)
     known = _known(tape, inside, state, times, last=last)
-    new = _less(tape, values, known)
+    new = less(tape, values, known, RULE)
     both = op.matmul(tape, within, new, ("output within a chunk", rows), _site("output within a chunk"))
     output = op.add(tape, before, both, "output of a chunk", _site("sum of a chunk's output"))
     tape.release(both)
@@ -342,43 +309,21 @@ def _known(tape: Tape, inside: _Inside, state: Value, times: Times, *, last: boo
     return made
 
 
-def _less(tape: Tape, value: Value, known: Value) -> Value:
-    """``value - known``."""
-    made = op.tensor(tape, "new values of a chunk", value.dtype, value.shape, RULE)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        arriving = [op.through(value, grad_outputs[0])]
-        if tape.follows(known):
-            arriving.append((known, op.gradient(tape, known, "gradient of what is known, negative", RULE)))
-        return arriving
-
-    tape.add("chunk: new values", (made,), (), backward, of=(value, known))
-    return made
-
-
 def _next_state(tape: Tape, state: Value, of: tuple[Value, Value, Value], often: tuple[Times, Times]) -> Value:
     """``state * exp(g_last) + (k * exp(g_last - g)).T @ new``. ``often``: how many iterations, and results, this counts."""
-    (key, decay, new), (times, after) = of, often
+    (key, decay, new), (times, _) = of, often
     whole = part(tape, decay, b * A * D, times)
-    shrunk = _exponential(tape, whole, "decay of a whole chunk")
+    shrunk = op.exponential(tape, whole, "decay of a whole chunk", RULE)
     decayed = op.times_per_row(tape, state, shrunk, "state, decayed", 4, RULE)
     rest = op.tensor(tape, "logarithms of decay to a chunk's end", 4, key.shape, RULE)
     of_rest = op.makes("gradient of the decay to a chunk's end", RULE, decay, whole)
     tape.add("decay to a chunk's end", (rest,), (), of_rest, of=(decay, whole))
-    shrinking = _exponential(tape, rest, "decay to a chunk's end")
+    shrinking = op.exponential(tape, rest, "decay to a chunk's end", RULE)
     tape.release(rest)
     writing = op.product(tape, key, shrinking, "keys of a chunk, decayed", _site("decay of the keys"))
     tape.release(shrinking)
-    added = op.matmul(
-        tape, writing, new, ("what a chunk adds to the state", repeated(STATE, times)), _site("addition to the state")
-    )
-    made = Value(tape.make(op.TENSOR, "state after a chunk", repeated(4 * STATE, after), RULE), 4, STATE)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        return [op.narrowed(tape, one, grad_outputs[0], made, _site("state after a chunk")) for one in (decayed, added)]
-
-    tape.add("chunk: state", (made,), (), backward, of=(decayed, added))
-    tape.release(whole, shrunk, decayed, writing, added)
+    made = with_addition(tape, decayed, (writing, new), often, RULE)
+    tape.release(whole, shrunk, writing)
     return made
 
 

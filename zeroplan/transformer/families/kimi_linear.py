@@ -25,7 +25,7 @@ from zeroplan.transformer.families.kimi_delta import kimi_delta_rule
 from zeroplan.transformer.families.kimi_kernels import kimi_delta_rule as kimi_delta_rule_of_fla
 from zeroplan.transformer.families.linear_kernels import convolution
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import gated, patterned, two_norms
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
@@ -107,24 +107,14 @@ def _decay(tape: Tape, given: Value) -> Value:
     bare = op.linear(tape, narrow, INNER, Site("second projection to the decay", GATE, layer="f_b_proj"), reads=D)
     tape.release(narrow)
     wide = op.cast(tape, bare, 4, Site("decay", GATE))
-    raised = op.tensor(tape, "decay and its bias", 4, ROWS, GATE)
-
-    def biased(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        tape.weight_gradient(INNER)
-        return [op.through(wide, grad_outputs[0])]
-
-    tape.add("decay: bias", (raised,), (), biased, of=None)
+    raised = op.plus_bias(tape, wide, INNER, "decay and its bias", Site("decay: bias", GATE), dtype=4)
     tape.release(wide)
     soft = _softplus(tape, raised)
     rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * A, GATE)
-    made = op.tensor(tape, "logarithm of the decay", 4, ROWS, GATE)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the rates of decay, not yet summed", 4 * ROWS, GATE)
-        tape.weight_gradient(A)
-        return [(soft, op.gradient(tape, soft, "gradient of the softplus", GATE))]
-
-    tape.add("decay: rates", (made,), (soft.store, rates), backward, of=None)
+    unsummed = "gradient of the rates of decay, not yet summed", 4 * ROWS, GATE
+    backward = op.in_turn(op.trains(A, beside=unsummed), op.makes("gradient of the softplus", GATE, soft))
+    site = Site("decay: rates", GATE)
+    made = op.run(tape, soft, "logarithm of the decay", site, saved=(soft.store, rates), backward=backward, weights="own")
     tape.drop(rates)
     tape.release(soft, raised, bare)
     return made

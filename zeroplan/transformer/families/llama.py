@@ -37,11 +37,10 @@ from zeroplan.transformer.families.definition import (
     gated_modules,
 )
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import NormOf, alike, attention_of, gated, head_norms, two_norms
 from zeroplan.transformer.params_modules import layer_norm, linear, rms_norm
-from zeroplan.transformer.symbols import s
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, Llama"
 GRANITE = "transformers 5.23, models/granite/modeling_granite.py, Granite"
@@ -78,13 +77,7 @@ def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> R
     """Return rotated queries and keys. A factor that grows with the position scales each token's queries."""
     source = f"{MINISTRAL}Attention.forward"
     turned, key = rotated(tape, query, key, block, source=source)
-    scale = tape.make(op.TENSOR, "scale of each token's queries", turned.dtype * s, source)
-    made = op.run(
-        tape, turned, "queries, scaled", Site("queries, scaled", source), saved=(scale,), gradient="gradient of the queries"
-    )  # fmt: skip
-    tape.drop(scale)
-    tape.release(turned)
-    return made, key
+    return op.scaled_by_position(tape, turned, source), key
 
 
 _MINISTRAL_ATTENTION = Attention(f"{MINISTRAL}Attention.forward", rotated=_rotated_and_scaled)
@@ -130,9 +123,7 @@ _MISTRAL = ConfigKeys(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     fixed={"attention_bias": False, "mlp_bias": False},
 )
-_MINISTRAL = _MISTRAL._replace(
-    defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128}
-)  # fmt: skip
+_MINISTRAL = _MISTRAL._replace(defaults={"max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128})
 _CWM = ConfigKeys(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192},
     fixed={"attention_bias": False},

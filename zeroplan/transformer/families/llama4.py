@@ -112,14 +112,11 @@ def _normed(tape: Tape, bare: Value, name: str, heads: Size) -> Value:
 def _tempered(tape: Tape, query: Value) -> tuple[Value, tuple[Store, ...]]:
     """Return queries times a number of each position, in fp32, and the positions and numbers, which variables hold."""
     positions = tape.make(op.TEMPORARY, "positions, int64", 8 * s, ATTENTION)
-    scale = tape.make(op.TENSOR, "scale of each token's queries", 4 * s, ATTENTION)
-    made = op.tensor(tape, "queries, scaled", 4, query.shape, ATTENTION)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = tape.make(op.GRADIENT, "gradient through the scale of the queries", 4 * query.shape, ATTENTION)
-        return [(query, op.as_narrow(tape, query, passed, made, ATTENTION))]
-
-    tape.add("queries, scaled", (made,), (scale,), backward, of=(query,))
+    scale, of = (
+        tape.make(op.TENSOR, "scale of each token's queries", 4 * s, ATTENTION),
+        "gradient through the scale of the queries",
+    )
+    made = op.run(tape, query, "queries, scaled", ATTENTION, dtype=4, saved=(scale,), gradient=of, widened=True)
     narrow = op.cast(tape, made, query.dtype, Site("scaled queries", ATTENTION))
     tape.release(made, query)
     return narrow, (positions, scale)
@@ -137,24 +134,12 @@ def _moe(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
         routed = _experts(tape, entry, block)
     shared = gated_mlp(tape, flat, block, MLP, width=m, prefix="shared expert: ")
     summed = op.run(
-        tape, routed, "sum over the experts", Site("sum over the experts", MOE), dtype=CAST_BY_CUDA if tape.autocast else e,
+        tape, routed, "sum over the experts", MOE, dtype=CAST_BY_CUDA if tape.autocast else e,
         shape=T * h, gradient="gradient of the experts' outputs, copied for each",
     )  # fmt: skip
-    made = _added_to(tape, shared, summed)
+    made = op.add_in_place(tape, shared, summed, "", Site("sum of routed and shared experts", MOE))
     tape.release(summed, shared, entry, routed, scores, flat)
     return made, logits
-
-
-def _added_to(tape: Tape, shared: Value, summed: Value) -> Value:
-    """``shared += summed``, in the dtype of ``shared``; CUDA's autocast sums in fp32."""
-    site = Site("sum of routed and shared experts", MOE)
-    made = Value(tape.hold(shared.store), shared.dtype, shared.shape)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        return [op.through(shared, grad_outputs[0]), op.narrowed(tape, summed, grad_outputs[0], made, site)]
-
-    tape.add(site.name, (made,), (), backward, of=(shared, summed))
-    return made
 
 
 def _router(tape: Tape, flat: Value) -> tuple[Value, Value]:
@@ -178,11 +163,11 @@ def _router(tape: Tape, flat: Value) -> tuple[Value, Value]:
 def _scaled_copies(tape: Tape, flat: Value, scores: Value) -> Value:
     """Return a copy of all tokens for each expert, times the expert's scores."""
     copies = op.run(
-        tape, flat, "tokens, copied for each expert", Site("tokens, copied for each expert", MOE), shape=T * h * E,
+        tape, flat, "tokens, copied for each expert", MOE, shape=T * h * E,
         gradient="gradient of the tokens, summed over the experts",
     )  # fmt: skip
     name = "router: scores, expert by expert"
-    column = op.run(tape, scores, name, Site(name, MOE))
+    column = op.run(tape, scores, name, MOE)
     made = op.tensor(
         tape, "tokens times scores, input of the experts", op.wider(tape, copies.dtype, column.dtype), copies.shape, MOE
     )  # fmt: skip

@@ -10,17 +10,9 @@ from zeroplan.numeric import Int, ceil_div
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
 from zeroplan.transformer.families.experts import divided_by_their_sum, picked
-from zeroplan.transformer.families.frozen import (
-    BACKWARD,
-    GPTQ,
-    LAYER_4BIT,
-    dequantised,
-    kept_of_4_bits,
-    scales_written_out,
-    written_for_product,
-)
+from zeroplan.transformer.families.frozen import packed_linear
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, e, h, m, t
 
 MIXTRAL = "transformers 4.48.1, models/mixtral/modeling_mixtral.py, MixtralSparseMoeBlock.forward"
@@ -51,12 +43,10 @@ def looped_experts(tape: Tape, normal: Value, training: Training, experts: int) 
 
 def _router(tape: Tape, flat: Value, training: Training) -> Value:
     """Run the router's layer, which GPTQ leaves in 16 bits."""
-    site = Site("router", MIXTRAL, layer="gate")
+    site, of = Site("router", MIXTRAL, layer="gate"), "gradient through the router"
     if training.quantize != "gptq":
         return op.linear(tape, flat, E, site)
-    made = op.tensor(tape, "output of the router", e, T * E, MIXTRAL)
-    tape.add("router", (made,), (), op.makes("gradient through the router", MIXTRAL, flat), of=(flat,), saves_weight=True)
-    return made
+    return op.run(tape, flat, "output of the router", site, dtype=e, shape=T * E, gradient=of, saves_weight=True)
 
 
 def _weights(tape: Tape, logits: Value, flat: Value) -> tuple[Value, Store]:
@@ -86,25 +76,20 @@ def _expert(
     rows = tape.make(TENSOR, f"{name}: its tokens, int64", 16 * N, MIXTRAL)
     given = picked(tape, flat, (f"{name}: its tokens' hidden states", N * h), rows, MIXTRAL)
     tape.release(*held[:1])
-    gate = _layer(tape, given, m, h, f"{name}: w1", training)
+    gate = _layer(tape, given, m, h, f"w1 of {name}", training)
     active = op.pointwise(tape, gate, f"{name}: silu of w1", Site(f"{name}: silu", MIXTRAL))
     tape.release(gate)
-    up = _layer(tape, given, m, h, f"{name}: w3", training)
+    up = _layer(tape, given, m, h, f"w3 of {name}", training)
     inner = op.product(tape, active, up, f"{name}: gated product", Site(f"{name}: gated product", MIXTRAL))
     tape.release(active, up)
-    made = _layer(tape, inner, h, m, f"{name}: w2", training)
+    made = _layer(tape, inner, h, m, f"w2 of {name}", training)
     tape.release(inner)
     own = picked(tape, weights, (f"{name}: weights of its tokens", N), rows, MIXTRAL)
     weighted = op.times_per_row(tape, made, own, f"{name}: weighted output", made.dtype, MIXTRAL)
     tape.release(made, own, *held[1:])
     after = Value(tape.hold(total.store), total.dtype, total.shape)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        return [
-            op.through(total, grad_outputs[0]),
-            (weighted, op.gradient(tape, weighted, f"{name}: gradient of its output", MIXTRAL)),
-        ]
-
+    of_output = op.makes(f"{name}: gradient of its output", MIXTRAL, weighted)
+    backward = op.in_turn(op.same_gradient(total), of_output)
     tape.add(f"{name}: sum", (after,), (rows,), backward, of=(total, weighted))
     tape.release(total)
     tape.drop(rows)
@@ -112,39 +97,14 @@ def _expert(
 
 
 def _layer(tape: Tape, value: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
-    """Run a frozen linear layer over one expert's tokens. In bitsandbytes' four bits it computes in 16 bits."""
-    if training.quantize in ("none", "gptq"):
-        return _product(tape, value, value, width, reads, name, training)
-    given = op.cast(tape, value, e, Site(f"input of {name}", LAYER_4BIT))
-    made = _product(tape, given, value, width, reads, name, training)
-    returned = op.cast(tape, made, value.dtype, Site(f"output of {name}", LAYER_4BIT))
-    tape.release(made, given)
-    return returned
-
-
-def _product(tape: Tape, given: Value, read: Value, width: Size, reads: Size, name: str, training: Training) -> Value:
-    """Multiply by the weight, which the forward and the backward each dequantise from four bits.
-
-    ``read``: the layer's input, whose 16-bit copy is ``given``.
-    """
-    matrix, quantize = reads * width, training.quantize
-    whole, source = quantize == "none", GPTQ if quantize == "gptq" else BACKWARD
-    if quantize == "gptq":
-        written = [dequantised(tape, name, matrix, GPTQ)]
+    """Run a frozen linear layer over one expert's tokens."""
+    site, of, tape.rows = Site(name, MIXTRAL), f"gradient through the {name}", N
+    if training.quantize != "none":
+        made = packed_linear(tape, value, site, training, width=width, reads=reads)
     else:
-        written = [] if whole else written_for_product(tape, name, matrix, read, training)
-    made = op.tensor(tape, f"output of {name}", e, N * width, MIXTRAL, Tag(Role.OUTPUT))
-    tape.drop(*written)
-    kept = () if whole else kept_of_4_bits(tape, read, given, training)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        for store in op.stores_of(kept):
-            tape.hold(store)
-        scales = [] if whole else scales_written_out(tape, name, matrix, quantize, copies=1)
-        if not whole:
-            tape.scratch.append(dequantised(tape, name, matrix, source))
-        tape.drop(*scales)
-        return [(given, op.gradient(tape, given, f"gradient through {name}", MIXTRAL))]
-
-    tape.add(name, (made,), kept, backward, of=(given,), saves_weight=True)
+        made = op.run(
+            tape, value, f"output of the {name}", site, dtype=e, shape=N * width, gradient=of, saves_weight=True,
+            tag=Tag(Role.OUTPUT),
+        )  # fmt: skip
+    tape.rows = T
     return made

@@ -65,16 +65,12 @@ def _grouped(
 ) -> Value:  # fmt: skip
     """Multiply tokens with the matrices of their adapters, which get one gradient together."""
     name, at = named
-    made = op.tensor(tape, f"output of the {name}", e, tape.rows * width, MANY)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        arriving = [(given, op.gradient(tape, given, f"gradient through the {name}", MANY))] if tape.follows(given) else []
-        tape.weight_gradient(matrices.shape)
-        return arriving
-
     kept = (given, *((matrices,) if tape.follows(given) else ()), ends)  # the matrices are for the tokens' gradient alone
-    tape.add(name, (made,), kept, backward, of=None, place=Site(name, MANY, site.module, at).place)
-    return made
+    through = op.makes(f"gradient through the {name}", MANY, given)
+    return op.run(
+        tape, given, f"output of the {name}", Site(name, MANY, site.module, at), dtype=e, shape=tape.rows * width, saved=kept,
+        backward=op.in_turn(through, op.makes_weight_gradient(matrices.shape)), weights="trained",
+    )  # fmt: skip
 
 
 def _one_by_one(
@@ -123,16 +119,14 @@ def _part(tape: Tape, whole: Value, shape: Size, name: str) -> Value:
 def _product(tape: Tape, given: Value, stack: Value, sizes: tuple[Size, Size], name: str) -> Value:
     """Multiply by one adapter's matrix, a view of the stack. ``sizes``: of the output and of the matrix."""
     matrix = _part(tape, stack, sizes[1], f"{name}: matrix")
-    made = op.tensor(tape, f"{name}: output", e, sizes[0], MANY)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        arriving = [(matrix, op.gradient(tape, matrix, f"{name}: gradient of the matrix", MANY))]
-        if tape.follows(given):
-            arriving.append((given, op.gradient(tape, given, f"gradient through the {name}", MANY)))
-        return arriving
-
     kept = (given, *((matrix,) if tape.follows(given) else ()))
-    tape.add(name, (made,), kept, backward, of=None)
+    backward = op.in_turn(
+        op.makes(f"{name}: gradient of the matrix", MANY, matrix), op.makes(f"gradient through the {name}", MANY, given)
+    )
+    made = op.run(
+        tape, given, f"{name}: output", Site(name, MANY), dtype=e, shape=sizes[0], saved=kept, backward=backward,
+        weights="trained",
+    )  # fmt: skip
     tape.release(matrix)
     return made
 

@@ -196,14 +196,10 @@ def _unfollowed(tape: Tape, value: Value) -> Value:
 
 def _decayed(tape: Tape, value: Value, reason: str, shape: Size) -> Value:
     """Multiply by a buffer. Autograd saves no more than the buffer."""
-    made = op.tensor(tape, reason, op.wider(tape, value.dtype, _wide(tape)), shape, LIGHTNING)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = tape.make(op.GRADIENT, f"gradient of a factor of the {reason}", made.dtype * shape, LIGHTNING)
-        return [(value, op.as_narrow(tape, value, passed, made, LIGHTNING))]
-
-    tape.add(f"decay: {reason}", (made,), (), backward, of=(value,))
-    return made
+    return op.run(
+        tape, value, reason, Site(f"decay: {reason}", LIGHTNING), dtype=op.wider(tape, value.dtype, _wide(tape)), shape=shape,
+        gradient=f"gradient of a factor of the {reason}", widened=True,
+    )  # fmt: skip
 
 
 def _product(tape: Tape, pair: tuple[Value, Value], made_as: tuple[str, Size], *, copied: tuple[bool, bool]) -> Value:

@@ -5,6 +5,7 @@ from functools import partial
 
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.recipe import PRIME_RL
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, layer, rotated
 from zeroplan.transformer.families.definition import (
@@ -36,7 +37,7 @@ QWEN3 = "transformers 5.23, models/qwen3_moe/modeling_qwen3_moe.py, Qwen3MoeDeco
 
 def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run router and experts."""
-    if tape.mode.by_prime_rl:
+    if PRIME_RL in tape.mode.fused:
         from zeroplan.transformer.families.prime_rl import moe  # noqa: PLC0415  few jobs have it
 
         return moe(tape, normal, block)

@@ -12,7 +12,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads, with_numbers
 from zeroplan.transformer.families.decoder import LAYER_NORM, LLAMA_NORM, Attention, Layer, gated_mlp, layer, ungated_mlp
 from zeroplan.transformer.families.definition import Block, Program
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Parameter
 from zeroplan.transformer.params_gated import attention_of, gated, head_norms, two_norms
 from zeroplan.transformer.params_modules import Parameters
@@ -76,19 +76,16 @@ def _repeated(tape: Tape, value: Value, name: str, block: Block) -> Value:
         made = Value(tape.hold(value.store), value.dtype, T_x * q)
         tape.add(reason, (made,), (), op.makes(f"gradient of the {name}", CROSS, value), of=(value,))
         return made
-    return op.run(tape, value, reason, Site(reason, CROSS), shape=T_x * q, gradient=f"gradient of the {name}")
+    return op.run(tape, value, reason, CROSS, shape=T_x * q, gradient=f"gradient of the {name}")
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run the MLP, zero its output for tokens that see no image, and multiply by its gate."""
     branch = gated_mlp(tape, normal, block, f"{MLLAMA}, MllamaTextMLP.forward")
-    seeing = op.tensor(tape, "output of the MLP, 0 where a token sees no image", op.wider(tape, branch.dtype, r), T * h, LAYER)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = tape.make(op.GRADIENT, "gradient of the MLP's output", seeing.dtype * seeing.shape, LAYER)
-        return [(branch, op.as_narrow(tape, branch, passed, seeing, LAYER))]
-
-    tape.add("tokens that see no image", (seeing,), (), backward, of=(branch,))
+    seeing = op.run(
+        tape, branch, "output of the MLP, 0 where a token sees no image", Site("tokens that see no image", LAYER),
+        dtype=op.wider(tape, branch.dtype, r), shape=T * h, gradient="gradient of the MLP's output", widened=True,
+    )  # fmt: skip
     tape.release(branch)
     return gated_branch(tape, seeing, "MLP", LAYER)
 

@@ -4,7 +4,7 @@ Sizes are those of the eager operators of torch 2.13. Tensors have the names of 
 """
 
 from contextlib import nullcontext
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.expr import NOTHING, Size, ceil
 from zeroplan.ledger import PLAIN, Kind, Role, Tag
@@ -33,6 +33,9 @@ FUSED_NORM = "fms-acceleration 876e2ed, fms_acceleration_foak/kernels/unsloth/rm
 
 TENSOR, GRADIENT, TEMPORARY = Kind.ACTIVATIONS, Kind.ACTIVATION_GRADIENTS, Kind.TEMPORARY
 
+Named: TypeAlias = tuple[str, Size]
+"""A tensor: its reason, and its bytes."""
+
 
 def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN) -> Value:
     """Allocate and return a tensor that gets a gradient."""
@@ -59,11 +62,16 @@ def through(value: Value, passed: Store) -> tuple[Value, Store]:
 
 def same_gradient(*values: Value) -> Backward:
     """Return a backward that allocates nothing: its gradient is also the gradient of each of ``values``."""
-    return lambda _tape, grad_outputs: [through(value, grad_outputs[0]) for value in values]
+    return lambda tape, grad_outputs: [through(value, grad_outputs[0]) for value in values if tape.follows(value)]
+
+
+def overwrites(*values: Value) -> Backward:
+    """Return a backward that writes the gradients of ``values`` over the values themselves."""
+    return lambda tape, _grad_outputs: [through(value, value.store) for value in values if tape.follows(value)]
 
 
 def makes(
-    reason: str, source: str, *values: Value, beside: tuple[str, Size] | None = None, sends: tuple[Exchange, ...] = ()
+    reason: str, source: str, *values: Value, beside: Named | None = None, sends: tuple[Exchange, ...] = ()
 ) -> Backward:  # fmt: skip
     """Return a backward that allocates a gradient of each of ``values``, after a temporary ``beside`` (reason, size)."""
 
@@ -77,31 +85,106 @@ def makes(
     return backward
 
 
-def makes_weight_gradient(elements: Size, *, waits: bool = False) -> Backward:
-    """Return a backward that makes only the gradient of a weight (:meth:`Tape.weight_gradient`)."""
+def makes_of_product(value: Value, site: Site) -> Backward:
+    """Return a backward that makes the gradient of a linear layer's input."""
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.weight_gradient(elements, waits=waits)
+        reason = f"gradient through the {site.name}"
+        return [(value, gradient_of_product(tape, value, reason, site.source))] if tape.follows(value) else []
+
+    return backward
+
+
+def makes_widened(reason: str, source: str, value: Value, made: Value) -> Backward:
+    """Return a backward that makes the gradient of ``value`` in the dtype of the result ``made``, and casts it if it is wider."""
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        passed = tape.make(GRADIENT, reason, made.dtype * made.shape, source)
+        return [(value, as_narrow(tape, value, passed, made, source))]
+
+    return backward
+
+
+def makes_weight_gradient(*elements: Size, waits: bool = False) -> Backward:
+    """Return a backward that makes only the gradients of weights (:meth:`Tape.weight_gradient`)."""
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        for one in elements:
+            tape.weight_gradient(one, waits=waits)
         return []
 
     return backward
 
 
-def run(
-    tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site, *, dtype: Width | None = None,
-    shape: Size | None = None, saved: Saved = (), gradient: str = "", beside: tuple[str, Size] | None = None,
-    tag: Tag = PLAIN, strided: tuple[Value, ...] = (), sends: tuple[Exchange, ...] = (), sends_back: tuple[Exchange, ...] = (),
-) -> Value:  # fmt: skip
-    """Run an operator with one output, by default of the first input's dtype and elements.
+def trains(
+    *elements: Size, waits: bool = False, beside: tuple[str, Size, str] | None = None,
+    unsummed: tuple[str, Size, str] | None = None,
+) -> Backward:  # fmt: skip
+    """Return the same for a module's own weights, which may be frozen: then it makes nothing, nor a temporary ``beside``.
 
-    ``gradient`` is the reason of the gradients that its backward allocates; without one, the output's gradient passes as it is.
+    ``unsummed``: the tensor whose sum is the gradient.
     """
-    inputs = (inputs,) if isinstance(inputs, Value) else inputs
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        if tape.mode.weights_frozen:
+            return []
+        if beside is not None:
+            tape.temporary(*beside)
+        for one in elements:
+            tape.weight_gradient(one, waits=waits, unsummed=unsummed)
+        return []
+
+    return backward
+
+
+def needs(source: str, *temporaries: Named) -> Backward:
+    """Return a backward that allocates temporaries, which live until the operator ends."""
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        for reason, size in temporaries:
+            tape.temporary(reason, size, source)
+        return []
+
+    return backward
+
+
+def in_turn(*steps: Backward) -> Backward:
+    """Return a backward that runs these one after the other."""
+    return lambda tape, grad_outputs: [one for step in steps for one in step(tape, grad_outputs)]
+
+
+def run(
+    tape: Tape, inputs: Value | tuple[Value, ...], reason: str, site: Site | str, *, dtype: Width | None = None,
+    shape: Size | None = None, passing: tuple[Named, ...] = (), saved: Saved = (), keeps: tuple[Named, ...] = (),
+    saves_result: bool = False, gradient: str = "", beside: Named | None = None, backward: Backward | None = None,
+    weights: Literal["none", "own", "trained"] = "none", saves_weight: bool = False, reads: tuple[Beside, ...] = (),
+    widened: bool = False, tag: Tag = PLAIN, strided: tuple[Value, ...] = (), sends: tuple[Exchange, ...] = (),
+    sends_back: tuple[Exchange, ...] = (),
+) -> Value:  # fmt: skip
+    """Run an operator with one output, by default of the first input's dtype and elements. The inputs stay.
+
+    ``site``: a source alone, if the operator has its output's name. ``passing``: temporaries beside the output. It saves
+    ``saved``, and ``keeps``, tensors of its own, which nothing else holds. ``gradient`` is the reason of the gradients that its
+    ``backward`` allocates, if that is not given; without either, the output's gradient passes as it is. ``widened``: that gradient
+    is made in the output's dtype, and cast for a narrower input. ``weights``: it has weights, its module's own, which may be
+    frozen, or such as are trained in any case.
+    """
+    inputs, site = (inputs,) if isinstance(inputs, Value) else inputs, Site(reason, site) if isinstance(site, str) else site
+    brief = [tape.make(TEMPORARY, *one, site.source) for one in passing]
     dtype = inputs[0].dtype if dtype is None else dtype
     made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
+    kept = [tape.make(TENSOR, *one, site.source) for one in keeps]
     tape.send(*sends)
-    backward = makes(gradient, site.source, *inputs, beside=beside, sends=sends_back) if gradient else same_gradient(*inputs)
-    tape.add(site.name, (made,), saved, backward, of=inputs, place=site.place, strided=strided)
+    tape.drop(*brief)
+    if backward is None:
+        through = makes(gradient, site.source, *inputs, beside=beside, sends=sends_back) if gradient else same_gradient(*inputs)
+        backward = makes_widened(gradient, site.source, inputs[0], made) if widened else through
+    of = {"none": inputs, "own": tape.with_weight(*inputs), "trained": None}[weights]
+    tape.add(
+        site.name, (made,), (*saved, *((made,) if saves_result else ()), *kept), backward, of=of, place=site.place,
+        strided=strided, saves_weight=saves_weight, beside=reads,
+    )  # fmt: skip
+    tape.drop(*kept)
     return made
 
 
@@ -189,9 +272,13 @@ def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Val
 
 
 def add_in_place(tape: Tape, first: Value, second: Value, _reason: str, site: Site) -> Value:
-    """``first += second``, in the dtype of both."""
+    """``first += second``, in the dtype of ``first``. The gradient goes to both, cast if ``second`` is narrower."""
     made = Value(tape.hold(first.store), first.dtype, first.shape)
-    tape.add(site.name, (made,), (), same_gradient(first, second), of=(first, second), place=site.place)
+
+    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
+        return [through(first, grad_outputs[0]), narrowed(tape, second, grad_outputs[0], made, site)]
+
+    tape.add(site.name, (made,), (), backward, of=(first, second), place=site.place)
     return made
 
 
@@ -258,8 +345,7 @@ def trained_linear(
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         """``mm`` makes the weight's gradient first, ``addmm`` the input's. ``addmm`` sums the bias's gradient last."""
         of_weight = [] if bias else _weight_gradient(tape, matrix, casts, site)
-        reason = f"gradient through the {site.name}"
-        arriving = [(given, gradient_of_product(tape, given, reason, site.source))] if tape.follows(given) else []
+        arriving = makes_of_product(given, site)(tape, [])
         if bias:
             of_weight = _weight_gradient(tape, matrix, casts, site)
             tape.used(given.store)
@@ -287,26 +373,18 @@ def batched_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: 
     """``bmm`` with ``copies`` weights, each for its own tokens. If they are frozen, autograd saves them alone."""
     if not tape.mode.weights_frozen:
         return trained_linear(tape, value, width, site, reads=reads, copies=copies)
-    of, read = (
-        f"gradient through the {site.name}",
-        Beside(f"weight of the {site.name}", e * copies * reads * width, strided=True),
-    )
-    made = tensor(tape, f"output of the {site.name}", e, T * copies * width, site.source)
-    backward = makes(of, site.source, value)
-    tape.add(site.name, (made,), (), backward, of=(value,), place=site.place, saves_weight=True, beside=(read,))
-    return made
+    weight = Beside(f"weight of the {site.name}", e * copies * reads * width, strided=True)
+    return run(
+        tape, value, f"output of the {site.name}", site, dtype=e, shape=T * copies * width,
+        gradient=f"gradient through the {site.name}", saves_weight=True, reads=(weight,),
+    )  # fmt: skip
 
 
 def wide_linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size) -> Value:
     """``nn.Linear`` in fp32, outside autocast, whose weight is trained."""
     made = tensor(tape, f"output of the {site.name}", 4, tape.rows * width, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.weight_gradient(reads * width)
-        reason = f"gradient through the {site.name}"
-        return [(value, gradient_of_product(tape, value, reason, site.source))] if tape.follows(value) else []
-
+    backward = in_turn(makes_weight_gradient(reads * width), makes_of_product(value, site))
     tape.add(site.name, (made,), (value,), backward, of=None, place=site.place)
     return made
 
@@ -398,11 +476,13 @@ def matmul(
 
 def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
     """An activation function in one operator. Autograd saves its input (SiLU, GELU) or its result (ReLU). ``value`` stays."""
-    made = tensor(tape, reason, value.dtype, value.shape, site.source)
-    backward = makes(f"gradient of the input of {site.name}", site.source, value)
-    saved = made if saves_result else value
-    tape.add(site.name, (made,), (saved,), backward, of=(value,), place=site.place)
-    return made
+    saved, of = () if saves_result else (value,), f"gradient of the input of {site.name}"
+    return run(tape, value, reason, site, saved=saved, saves_result=saves_result, gradient=of)
+
+
+def exponential(tape: Tape, value: Value, reason: str, source: str) -> Value:
+    """``exp``. Autograd saves its result. ``value`` stays."""
+    return pointwise(tape, value, reason, Site(f"exponential: {reason}", source), saves_result=True)
 
 
 def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, site: Site) -> Value:
@@ -412,10 +492,7 @@ def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, sit
     Source: torch 2.13, aten/src/ATen/native/SoftMax.cpp, softmax.
     """
     if tape.fused_softmax and not tape.is_wide(value.dtype):
-        made = tensor(tape, reason, 4, value.shape, site.source)
-        backward = makes(f"gradient of the input of {site.name}", site.source, value)
-        tape.add(site.name, (made,), (made,), backward, of=(value,), place=site.place)
-        return made
+        return run(tape, value, reason, site, dtype=4, saves_result=True, gradient=f"gradient of the input of {site.name}")
     wide = cast(tape, value, 4, cast_at)
     made = pointwise(tape, wide, reason, site, saves_result=True)
     tape.release(wide)
@@ -470,6 +547,14 @@ def plus_constant(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     return run(tape, value, reason, site)
 
 
+def plus_bias(
+    tape: Tape, value: Value, elements: Size, reason: str, site: Site, *, dtype: Width | None = None, shape: Size | None = None
+) -> Value:  # fmt: skip
+    """Add a parameter of so many ``elements``. Autograd saves nothing. ``value`` stays."""
+    backward = in_turn(trains(elements), same_gradient(value))
+    return run(tape, value, reason, site, dtype=dtype, shape=shape, backward=backward, weights="own")
+
+
 def multiplied(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     """Multiply by a constant. It saves nothing. ``value`` stays."""
     return run(tape, value, reason, site, gradient=f"gradient through the {site.name}")
@@ -490,6 +575,15 @@ def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
     return made
 
 
+def scaled_by_position(tape: Tape, queries: Value, source: str) -> Value:
+    """Multiply each token's queries by a number that grows with its position, and release them."""
+    scale = tape.make(TENSOR, "scale of each token's queries", queries.dtype * s, source)
+    made = run(tape, queries, "queries, scaled", source, saved=(scale,), gradient="gradient of the queries")
+    tape.drop(scale)
+    tape.release(queries)
+    return made
+
+
 def rotary(
     tape: Tape, value: Value, site: Site, *, part: Size | None = None, tables: Width = r, saved: Saved = (),
     per_token: Size = d,
@@ -503,7 +597,7 @@ def rotary(
     """
     if tape.mode.rotary is not None and part is None:
         return tape.mode.rotary(tape, value, site)
-    if tape.mode.fused_rotary and part is None:
+    if "rope" in tape.mode.fused and part is None:
         return view(tape, value, site)
     dtype = wider(tape, value.dtype, tables)
     turned_part = value.shape if part is None else part
@@ -515,26 +609,31 @@ def rotary(
     tape.drop(turned)
     made = tensor(tape, site.name, dtype, value.shape, site.source)
     tape.drop(direct, times_sin)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        times_sin = tape.make(TEMPORARY, f"gradient of the {site.name}, times sin", dtype * turned_part, site.source)
-        negative = tape.begin_brief(
-            f"gradient of the {site.name}, first half negated", ceil(value.dtype * turned_part, 2), site.source
-        )
-        given = gradient(tape, value, f"gradient of the {site.name}", site.source)
-        tape.end_brief(negative)
-        other = tape.make(TEMPORARY, "gradient of the other half", value.dtype * turned_part, site.source)
-        tape.drop(times_sin, other)
-        tape.end_brief(tape.begin_brief(f"gradient of the {site.name}, times cos", dtype * turned_part, site.source))
-        return [(value, given)]
-
     read = tuple(Beside(f"rotary {one}", tables * s * per_token, brief=True) for one in ("cos", "sin"))
     own = () if tape.offloading else saved
     if tape.mode.sends_by:  # AutoModel, models/gpt_oss/rope_utils.py, apply_rotary_emb: narrow tables for each call
         own = (*own, tape.make(TENSOR, f"rotary cos and sin of the {site.name}", e * T * per_token, site.source))
+    backward = _turned_back(value, site, turned_part, dtype)
     tape.add(f"rotary positions of the {site.name}", (made,), own, backward, of=(value,), beside=read)
     tape.drop(*(one for one in own if tape.mode.sends_by and isinstance(one, Store)))
     return made
+
+
+def _turned_back(value: Value, site: Site, part: Size, dtype: Width) -> Backward:
+    """Return the backward of rotary positions, which turn a ``part`` of ``value`` in ``dtype``."""
+    reason = f"gradient of the {site.name}"
+
+    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
+        times_sin = tape.make(TEMPORARY, f"{reason}, times sin", dtype * part, site.source)
+        negative = tape.begin_brief(f"{reason}, first half negated", ceil(value.dtype * part, 2), site.source)
+        given = gradient(tape, value, reason, site.source)
+        tape.end_brief(negative)
+        other = tape.make(TEMPORARY, "gradient of the other half", value.dtype * part, site.source)
+        tape.drop(times_sin, other)
+        tape.end_brief(tape.begin_brief(f"{reason}, times cos", dtype * part, site.source))
+        return [(value, given)]
+
+    return backward
 
 
 # --- norms -------------------------------------------------------------------------------------------------------------------
@@ -575,11 +674,11 @@ def norm(
     with tape.owning() if kind.kind not in _WITHOUT_WEIGHT else nullcontext():
         if tape.mode.norm is not None:
             return tape.mode.norm(tape, value, weight, rows, site)
-        if tape.mode.fused_norms and kind.kind == "cast, then weighted":
+        if "rms-norm" in tape.mode.fused and kind.kind == "cast, then weighted":
             return _norm_by_unsloth(tape, value, rows, site)
-        if tape.mode.liger_norms and kind.kind == "cast, then weighted":
+        if "liger-rms-norm" in tape.mode.fused and kind.kind == "cast, then weighted":
             return _norm_by_liger(tape, value, weight, rows, site)
-        if kind.kind in ("layer", "fused") or (tape.mode.norm_in_one and kind.kind in _PLAIN_RMS_NORMS):
+        if kind.kind in ("layer", "fused") or ("norm-in-one" in tape.mode.fused and kind.kind in _PLAIN_RMS_NORMS):
             return _norm_in_one_operator(tape, value, weight, rows, site, is_layer=kind.kind == "layer")
         if kind.kind == "layer, written out":
             return _layer_norm_written_out(tape, value, weight, rows, site)
@@ -606,51 +705,31 @@ def _layer_norm_written_out(tape: Tape, value: Value, weight: Size, rows: Size, 
 
 
 def _less_mean(tape: Tape, wide: Value, mean: Value, site: Site) -> Value:
-    made = tensor(tape, f"{site.name}: its input less the mean", 4, wide.shape, site.source)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the mean, not yet summed", 4 * wide.shape, site.source)
-        return [through(wide, grad_outputs[0]), (mean, gradient(tape, mean, "gradient of the mean", site.source))]
-
-    tape.add(f"{site.name}: difference from the mean", (made,), (), backward, of=(wide, mean))
-    return made
+    backward = in_turn(
+        needs(site.source, ("gradient of the mean, not yet summed", 4 * wide.shape)), same_gradient(wide),
+        makes("gradient of the mean", site.source, mean),
+    )  # fmt: skip
+    at = Site(f"{site.name}: difference from the mean", site.source)
+    return run(tape, (wide, mean), f"{site.name}: its input less the mean", at, dtype=4, backward=backward)
 
 
 def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
     """Run Unsloth's norm. Autograd saves its input and a number per row; the backward overwrites the output's gradient."""
-    made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, FUSED_NORM)
-    root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, FUSED_NORM)
-    tape.add(site.name, (made,), (value, root), same_gradient(value), of=(value,), place=site.place)
-    tape.drop(root)
-    return made
+    root, at = (f"{site.name}: reciprocal root mean square", 4 * rows), site._replace(source=FUSED_NORM)
+    return run(tape, value, f"output of the {site.name}", at, saved=(value,), keeps=(root,))
 
 
 def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Value:
     """Run Liger's norm. Like Unsloth's, but each multiprocessor sums a weight gradient in fp32, even of a frozen weight."""
-    made = tensor(tape, f"output of the {site.name}", value.dtype, value.shape, LIGER_NORM)
-    root = tape.make(TENSOR, f"{site.name}: reciprocal root mean square", 4 * rows, LIGER_NORM)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        tape.temporary(f"{site.name}: gradients of its weight by multiprocessor", 4 * PROCESSORS * weight, LIGER_NORM)
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(weight)
-        return [through(value, grad_outputs[0])] if tape.follows(value) else []
-
-    followed = (value,) if tape.mode.weights_frozen else None
-    tape.add(site.name, (made,), (value, root), backward, of=followed, place=site.place)
-    tape.drop(root)
-    return made
+    root, at = (f"{site.name}: reciprocal root mean square", 4 * rows), site._replace(source=LIGER_NORM)
+    parts = f"{site.name}: gradients of its weight by multiprocessor", 4 * PROCESSORS * weight
+    backward = in_turn(needs(LIGER_NORM, parts), trains(weight), same_gradient(value))
+    return run(tape, value, f"output of the {site.name}", at, saved=(value,), keeps=(root,), backward=backward, weights="own")
 
 
 def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
     """``silu(gate) * up`` in one kernel. Autograd saves both, and the backward overwrites them with their gradients."""
-    made = tensor(tape, reason, gate.dtype, gate.shape, LIGER_GATE)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [through(one, one.store) for one in (gate, up) if tape.follows(one)]
-
-    tape.add(name, (made,), (gate, up), backward, of=(gate, up))
-    return made
+    return run(tape, (gate, up), reason, Site(name, LIGER_GATE), saved=(gate, up), backward=overwrites(gate, up))
 
 
 def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, site: Site, *, is_layer: bool) -> Value:
@@ -661,15 +740,9 @@ def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, si
         kept = tape.make(TENSOR, f"{name}: mean and reciprocal standard deviation", 8 * rows, site.source, STATISTICS)
     else:
         kept = tape.make(TENSOR, f"{name}: reciprocal root mean square", 4 * rows, site.source)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        for _ in range(0 if tape.mode.weights_frozen else 1 + is_layer):
-            tape.weight_gradient(weight)
-        return [(value, gradient(tape, value, f"gradient through the {name}", site.source))] if tape.follows(value) else []
-
+    backward = in_turn(trains(*(weight,) * (1 + is_layer)), makes(f"gradient through the {name}", site.source, value))
     read = tuple(Beside(f"{name}: its {one}", r * weight) for one in (("weight", "bias") if is_layer else ("weight",)))
-    followed = (value,) if tape.mode.weights_frozen else None
-    tape.add(name, (made,), (value, kept), backward, of=followed, place=site.place, beside=read)
+    tape.add(name, (made,), (value, kept), backward, of=tape.with_weight(value), place=site.place, beside=read)
     tape.drop(kept)
     return made
 

@@ -10,8 +10,8 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.experts import Routing, divided_by_sum, picked
-from zeroplan.transformer.families.tape import Arriving, Beside, Site, Store, Tape, Value
+from zeroplan.transformer.families.experts import Routing, divided_by_sum, of_adapter, picked
+from zeroplan.transformer.families.tape import Beside, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import E, T, e, h, m, n, t, z
 
 MOE = "prime-rl 969df59e, trainer/models/layers/moe.py, MoE.forward"
@@ -74,10 +74,8 @@ def _sorted(tape: Tape, routing: Routing) -> tuple[Value, Store]:
 
 def _pairs(tape: Tape, flat: Value, rows: Store) -> Value:
     """Gather the tokens of the pairs, which saves all tokens, too."""
-    reason = "pairs sorted by expert, input of the experts"
-    made = op.tensor(tape, reason, e, _PAIRS * h, MOE)
-    tape.add(reason, (made,), (flat, rows), op.makes("gradient of the experts' input", MOE, flat), of=(flat,))
-    return made
+    reason, of = "pairs sorted by expert, input of the experts", "gradient of the experts' input"
+    return op.run(tape, flat, reason, MOE, dtype=e, shape=_PAIRS * h, saved=(flat, rows), gradient=of)
 
 
 def _weighted(tape: Tape, outputs: Value, weights: Value) -> Value:
@@ -113,14 +111,9 @@ def _zeros(tape: Tape, flat: Value) -> Value:
 
 def _added(tape: Tape, own: Value, outputs: Value, rows: Store) -> Value:
     """Add each pair's output to its token, in a copy of ``own``."""
-    made = op.tensor(tape, "output of all experts", e, own.shape, MOE)
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        passed = [op.through(own, grad_outputs[0])] if tape.follows(own) else []
-        return [*passed, (outputs, op.gradient(tape, outputs, "gradient of the weighted outputs", MOE))]
-
-    tape.add("sum over a token's experts", (made,), (rows,), backward, of=(own, outputs))
-    return made
+    site = Site("sum over a token's experts", MOE)
+    backward = op.in_turn(op.same_gradient(own), op.makes("gradient of the weighted outputs", MOE, outputs))
+    return op.run(tape, (own, outputs), "output of all experts", site, dtype=e, saved=(rows,), backward=backward)
 
 
 # --- full training -----------------------------------------------------------------------------------------------------------
@@ -129,15 +122,14 @@ def _added(tape: Tape, own: Value, outputs: Value, rows: Store) -> Value:
 def _trained(tape: Tape, given: Value) -> Value:
     """Run the experts on pairs padded for each expert, and put their outputs back."""
     rows = _PAIRS + _ALIGNED * E
-    joined = op.run(tape, given, "pairs and a row of zeros", Site("pairs and a row of zeros", PADDED), shape=_PAIRS * h + h)
+    joined = op.run(tape, given, "pairs and a row of zeros", PADDED, shape=_PAIRS * h + h)
     places = tape.make(op.TENSOR, "place of each padded pair, int32", 4 * rows, PADDED)
     padded = picked(tape, joined, ("pairs, padded for each expert", rows * h), places, PADDED)
     tape.release(joined)
     outputs = _products(tape, padded, rows)
     tape.release(padded)
-    written = op.tensor(tape, "outputs of the pairs", e, _PAIRS * h + h, PADDED)
-    backward = op.makes("gradient of the experts' padded outputs", PADDED, outputs)
-    tape.add("outputs of the pairs", (written,), (places,), backward, of=(outputs,))
+    of = "gradient of the experts' padded outputs"
+    written = op.run(tape, outputs, "outputs of the pairs", PADDED, shape=_PAIRS * h + h, saved=(places,), gradient=of)
     made = Value(tape.hold(written.store), e, _PAIRS * h)
     backward = op.makes("gradient of the outputs, and a row of zeros", PADDED, written)
     tape.add("outputs without the last row", (made,), (), backward, of=(written,))
@@ -163,17 +155,12 @@ def _products(tape: Tape, given: Value, rows: Size) -> Value:
 def _grouped(tape: Tape, value: Value, site: tuple[str, Size, Size], rows: Size, ends: Store) -> Value:
     """Multiply sorted pairs by the weights of their experts, trained or frozen."""
     name, reads, width = site
-    made = op.tensor(tape, f"{name}: output", e, rows * width, GROUPED)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(E * reads * width)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", GROUPED))] if tape.follows(value) else []
-
-    saved = (ends,) if tape.mode.weights_frozen else (value, ends)
-    frozen = Beside(f"weights of {name}", e * E * reads * width, strided=True)
-    tape.add(name, (made,), saved, backward, of=tape.with_weight(value), beside=(frozen,))
-    return made
+    weights = Beside(f"weights of {name}", e * E * reads * width, strided=True)
+    return op.run(
+        tape, value, f"{name}: output", Site(name, GROUPED), dtype=e, shape=rows * width, weights="own", reads=(weights,),
+        saved=(ends,) if tape.mode.weights_frozen else (value, ends),
+        backward=op.in_turn(op.trains(E * reads * width), op.makes(f"gradient of the input of {name}", GROUPED, value)),
+    )  # fmt: skip
 
 
 # --- adapters of several runs, of which a batch uses one ----------------------------------------------------------------------
@@ -199,23 +186,10 @@ def _beside_adapter(
     """Add the scaled output of an adapter. Return the sum, and what variables hold: both products."""
     name, reads, width = site
     product = _grouped(tape, value, site, _PAIRS, ends)
-    inner = _of_adapter(tape, value, (f"{name}: A", reads, z), ends)
-    outer = _of_adapter(tape, inner, (f"{name}: B", z, width), ends)
+    inner = of_adapter(tape, value, (f"{name}: A", reads, z), (ends,), LORA, pairs=_PAIRS, experts=E)
+    outer = of_adapter(tape, inner, (f"{name}: B", z, width), (ends,), LORA, pairs=_PAIRS, experts=E)
     tape.release(inner)
     scaled = op.multiplied(tape, outer, f"{name}: adapter's output, scaled", Site(f"{name}: scale", LORA))
     made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", Site(f"{name}: sum", LORA))
     tape.release(scaled)
     return made, (product, outer)
-
-
-def _of_adapter(tape: Tape, value: Value, site: tuple[str, Size, Size], ends: Store) -> Value:
-    """Multiply pairs by one matrix of each expert's adapter, which is trained."""
-    name, reads, width = site
-    made = op.tensor(tape, f"{name}: output", e, _PAIRS * width, LORA)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.weight_gradient(E * reads * width)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", LORA))] if tape.follows(value) else []
-
-    tape.add(name, (made,), (value, ends), backward, of=None)
-    return made

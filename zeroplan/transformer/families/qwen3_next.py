@@ -34,7 +34,7 @@ from zeroplan.transformer.families.linear_kernels import convolution
 from zeroplan.transformer.families.linear_kernels import gated_delta_rule as gated_delta_rule_of_fla
 from zeroplan.transformer.families.llama import attention
 from zeroplan.transformer.families.operators import Norm
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
 from zeroplan.transformer.params_gated import (
     alternating,
@@ -180,30 +180,18 @@ def convolved(tape: Tape, joined: Value, block: Block) -> Value:
 def decay_of(tape: Tape, given: Value) -> Value:
     """Return ``-exp(A) * softplus(a + bias)`` in fp32: the logarithms of the states' decay rates."""
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
-    raised = op.tensor(tape, "decay and its bias", 4, T * A, LINEAR)
-
-    def biased(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(A)
-        return [op.through(wide, grad_outputs[0])]
-
-    tape.add("decay: bias", (raised,), (), biased, of=tape.with_weight(wide))
+    raised = op.plus_bias(tape, wide, A, "decay and its bias", Site("decay: bias", LINEAR), dtype=4)
     tape.release(wide)
     frozen = tape.mode.weights_frozen  # then autograd saves the negative rates alone
     words, size = ("rates of decay, negative", 4 * A) if frozen else ("rates of decay, and the negative", 8 * A)
     rates = tape.make(op.TENSOR, words, size, LINEAR)
     soft = op.pointwise(tape, raised, "softplus of the decay", Site("decay: softplus", LINEAR))
     tape.release(raised)
-    made = op.tensor(tape, "logarithm of the decay", 4, T * A, LINEAR)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        if not frozen:
-            tape.temporary("gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR)
-            tape.weight_gradient(A)
-        return [(soft, op.gradient(tape, soft, "gradient of the softplus", LINEAR))]
-
     saved = (rates,) if frozen else (soft.store, rates)
-    tape.add("decay: rates", (made,), saved, backward, of=tape.with_weight(soft))
+    unsummed = "gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR
+    backward = op.in_turn(op.trains(A, beside=unsummed), op.makes("gradient of the softplus", LINEAR, soft))
+    site = Site("decay: rates", LINEAR)
+    made = op.run(tape, soft, "logarithm of the decay", site, saved=saved, backward=backward, weights="own")
     tape.drop(rates)
     tape.release(soft)
     return made

@@ -19,13 +19,11 @@ from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.sharded import SHARES
-from zeroplan.transformer.families.split_backward import structure_and_order
-from zeroplan.transformer.families.tags import INCOMING
+from zeroplan.transformer.families.split_backward import ran_program, structure_and_order
 from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
-from zeroplan.transformer.families.traced import run_forward, structure_of, torchtitan_structure
+from zeroplan.transformer.families.traced import incoming_of, run_forward, structure_of, torchtitan_structure
 from zeroplan.transformer.families.widths import in_one_chunk, is_masked, values_of, widths
 from zeroplan.transformer.parameters import WITH_STATES, BlockRun, plain_kind
-from zeroplan.transformer.symbols import r
 
 _Thing: TypeAlias = Store | Size | Owner | Exchange
 
@@ -243,7 +241,7 @@ def _of_this_rank(one: _Thing) -> _Thing:
 
 def _plain(structure: Block, *, marking: bool, received: bool) -> Requested:
     tape, given, made = run_forward(structure, saving=True, marking=marking)
-    forward, incoming = _without(tape.history.actions, given.store), _incoming(made, received=received)
+    forward, incoming = _without(tape.history.actions, given.store), _incoming(made, structure, received=received)
     tape.release(made, given)
     tape.drop(*tape.history.input_copies)
     saves_given, before = given.store in tape.alive, len(tape.history.actions)
@@ -259,8 +257,9 @@ def _without(actions: list[Action], *stores: Store) -> list[Action]:
     return [(do, thing) for do, thing in actions if do is not Do.REQUEST or thing not in stores]
 
 
-def _incoming(made: Value, *, received: bool) -> Store:
-    store = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * made.shape, "", INCOMING)
+def _incoming(output: Value, structure: Block, *, received: bool) -> Store:
+    """Return the gradient of a block's output. ``received``: a buffer of the engine holds it, too."""
+    store = incoming_of(output, structure)
     store.holds += received
     return store
 
@@ -282,7 +281,7 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
         zip((*(again.selected.stores() if keeps else ()), *again.history.input_copies), (*kept, *copies), strict=True)
     )
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
-    incoming, until_saved = _incoming(output, received=received), [] if to_the_end else _until_last_saved(again)
+    incoming, until_saved = _incoming(output, structure, received=received), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
     ran, is_saved = len(again.history.actions), given.store in again.saved
     rerun = [one for one in again.history.actions[:ran] if not (keeps and _is_kept(one))] if to_the_end else until_saved
@@ -330,7 +329,7 @@ def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
 @lru_cache(maxsize=256)
 def _split_actions(structure: Block | Ending, order: tuple[int, ...]) -> tuple[Requested, Requested]:
     """Return a backward to the input, and one through the weights in this order, which releases each weight's tensors."""
-    tape, given, output, incoming = _ran(structure)
+    tape, given, output, incoming = ran_program(structure)
     forward = _without(tape.history.actions, given)
     if isinstance(structure, Block):
         tape.drop(output.store, given)
@@ -355,17 +354,6 @@ def _split_actions(structure: Block | Ending, order: tuple[int, ...]) -> tuple[R
     made = made._replace(things=tuple(places.places))
     both = made, made._replace(forward=(), backward=second)
     return (_of_a_rank(both[0]), _of_a_rank(both[1])) if structure.sharded else both
-
-
-def _ran(structure: Block | Ending) -> tuple[Tape, Store, Value, Store]:
-    """Return a program's tape after its forward, its input, its output, and the output's gradient."""
-    if isinstance(structure, Block):
-        tape, given, output = run_forward(structure, saving=True)
-        return tape, given.store, output, _incoming(output, received=False)
-    tape, loss = ran_forward(structure)
-    _, first = tape.history.actions[0]
-    assert isinstance(first, Store)  # noqa: S101  the input is requested first
-    return tape, first, loss, loss.store
 
 
 @lru_cache(maxsize=2)

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.expr import Values
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Line
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -21,12 +21,10 @@ from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block, definition_of
 from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.tags import INCOMING
 from zeroplan.transformer.families.tape import Store, Tape, Value
-from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, of_a_rank, program_of, run_forward, structure_of
+from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, incoming_of, of_a_rank, run_forward, structure_of
 from zeroplan.transformer.families.widths import is_masked, values_of, widths
 from zeroplan.transformer.parameters import BlockRun, Parameter
-from zeroplan.transformer.symbols import r
 
 SPLIT_BACKWARD = "torch 2.13, torch/distributed/pipelining/_backward.py, stage_backward_input and stage_backward_weight"
 
@@ -137,7 +135,10 @@ def _split_backward(planned: _Planned, values: Values, numel: tuple[int, ...]) -
 @lru_cache(maxsize=256)
 def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     """Run a structure's program forward, backward to its input, and then through its weights in this ``order``."""
-    tape, output, incoming = _forward(structure)
+    tape, given, output, incoming = ran_program(structure)
+    if isinstance(structure, Block):
+        tape.release(output)
+        tape.drop(given)
     index, kept = Index(), {*tape.saved, incoming}
     tape.run_to_inputs(output, incoming)
     moments = [one._replace(stores=tuple([store for store in one.stores if store not in kept])) for one in tape.moments]
@@ -151,12 +152,12 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     return _Planned(of_a_rank(plan, whole=False) if structure.sharded else plan, structure.sharded, held, weights)
 
 
-def _forward(structure: Block | Ending) -> tuple[Tape, Value, Store]:
-    """Run the program forward. Return its tape, its output and the output's gradient."""
+def ran_program(structure: Block | Ending) -> tuple[Tape, Store, Value, Store]:
+    """Return a program's tape after its forward, its input, its output, and the output's gradient."""
     if isinstance(structure, Ending):
         tape, loss = ran_forward(structure)
-        return tape, loss, loss.store
+        _, first = tape.history.actions[0]
+        assert isinstance(first, Store)  # noqa: S101  the input is requested first
+        return tape, first, loss, loss.store
     tape, given, output = run_forward(structure, saving=True)
-    tape.release(output, given)
-    source = program_of(structure.family).source
-    return tape, output, Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
+    return tape, given.store, output, incoming_of(output, structure)

@@ -37,7 +37,9 @@ SEQUENCES = at_most(1, b - 1)
 def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) -> Value:
     """Run the whole mixer. Its variables hold the results of its convolution and its first projection until it returns.
 
-    ``multiplied``: Falcon-H1's, with multipliers on its input and, in the residual stream's dtype, on its first projection.
+    ``multiplied``: Falcon-H1's, with multipliers on its input and, in the residual stream's dtype, on its first projection. FSDP2
+    leaves the latter in the dtype in which the model was loaded: fp32, or, as the kernels' output projection needs it, the compute
+    dtype.
     """
     inner, side = A * I, J * D
     name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER, layer="in_proj")
@@ -46,9 +48,9 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
         entry = op.scaled(tape, entry, name, Site(name, FALCON))
     joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
     if multiplied:
-        joint = _times_vector(tape, joint, 4 if block.casts_inputs else r)
+        joint = _times_vector(tape, joint, 4 if block.casts_inputs and not block.by_kernels else r)
     if block.by_kernels:
-        made = _by_kernels(tape, joint)
+        made = _by_kernels(tape, joint, only_gated=block.only_gated)
         tape.release(joint, entry)
         return made
     gate, bare, rates = op.chunk(tape, joint, (T * inner, T * (inner + 2 * side), T * A), Site("gate, x, B, C and dt", MIXER))
@@ -81,25 +83,20 @@ def _rates(tape: Tape) -> tuple[Store, Store]:
     return made
 
 
-def _by_kernels(tape: Tape, joint: Value) -> Value:
+def _by_kernels(tape: Tape, joint: Value, *, only_gated: bool) -> Value:
     """Run the rest in one operator. No variable holds the rates of decay, only their negative."""
     rates = _rates(tape)
     unsaved = rates[:1] if not (tape.saving or tape.mode.weights_frozen) else ()
     tape.drop(*unsaved)
-    made = mixed(tape, joint, rates)
+    made = mixed(tape, joint, rates, only_gated=only_gated)
     tape.drop(*(rates[1:] if tape.mode.weights_frozen or unsaved else rates))
     return made
 
 
 def _times_vector(tape: Tape, joint: Value, stored: Width) -> Value:
     """Multiply by one number per channel, a buffer in the dtype in which the model is ``stored``; release ``joint``."""
-    made = op.tensor(tape, "joint projection, scaled", op.wider(tape, joint.dtype, stored), joint.shape, FALCON)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = tape.make(op.GRADIENT, "gradient of the joint projection", made.dtype * made.shape, FALCON)
-        return [(joint, op.as_narrow(tape, joint, passed, made, FALCON))]
-
-    tape.add("joint projection, scaled", (made,), (), backward, of=(joint,))
+    dtype, of = op.wider(tape, joint.dtype, stored), "gradient of the joint projection"
+    made = op.run(tape, joint, "joint projection, scaled", FALCON, dtype=dtype, gradient=of, widened=True)
     tape.release(joint)
     return made
 
@@ -158,14 +155,7 @@ def _scan(tape: Tape, given: tuple[Value, ...], decay: tuple[Store, Store], bloc
 
 def _step(tape: Tape, bare: Value) -> Value:
     """Return dt: its bias added, softplus, clamped. Autocast runs softplus in fp32."""
-    raised = op.tensor(tape, "dt and its bias", bare.dtype, T * A, SCAN)
-
-    def biased(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(A)
-        return [op.through(bare, grad_outputs[0])]
-
-    tape.add("dt: bias", (raised,), (), biased, of=tape.with_weight(bare))
+    raised = op.plus_bias(tape, bare, A, "dt and its bias", Site("dt: bias", SCAN))
     wide = op.cast(tape, raised, 4 if tape.autocast else raised.dtype, Site("dt", SCAN))
     tape.release(raised)
     soft = op.pointwise(tape, wide, "softplus of dt", Site("dt: softplus", SCAN))
@@ -190,16 +180,12 @@ def _for_each_head(tape: Tape, value: Value, name: str) -> Value:
 def _skipped(tape: Tape, x: Value) -> Value:
     """``D * x``, padded to whole chunks."""
     filled = _filled_up(tape, x, "x beside the scan", VALUES)
-    made = op.tensor(tape, "x beside the scan, times its weight", 4, VALUES, SCAN)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = op.gradient(tape, filled, "gradient of x beside the scan", SCAN)
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(A, unsummed=("gradient of its weight, not yet summed", 4 * VALUES, SCAN))
-        return [(filled, passed)]
-
-    saved = () if tape.mode.weights_frozen else (filled,)
-    tape.add("x beside the scan: weight", (made,), saved, backward, of=tape.with_weight(filled))
+    unsummed = "gradient of its weight, not yet summed", 4 * VALUES, SCAN
+    backward = op.in_turn(op.makes("gradient of x beside the scan", SCAN, filled), op.trains(A, unsummed=unsummed))
+    site, saved = Site("x beside the scan: weight", SCAN), () if tape.mode.weights_frozen else (filled,)
+    made = op.run(
+        tape, filled, "x beside the scan, times its weight", site, dtype=4, saved=saved, backward=backward, weights="own"
+    )
     tape.release(filled)
     return made
 
@@ -208,16 +194,11 @@ def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -
     """``x * dt`` and ``A * dt``. It releases ``x`` and ``exp(log(A))``, which autograd has saved."""
     once, again = (op.cast(tape, step, 4, Site(f"dt in fp32, for {name}", SCAN)) for name in ("x", "the decay"))
     stepped = op.times_per_row(tape, x, once, "x times dt", 4, SCAN)
-    made = op.tensor(tape, "logarithms of decay", 4, T * A, SCAN)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        passed = op.gradient(tape, again, "gradient of dt", SCAN)
-        if not tape.mode.weights_frozen:
-            tape.weight_gradient(A, unsummed=("gradient of the rates of decay, not yet summed", 4 * T * A, SCAN))
-        return [(again, passed)]
-
+    unsummed = "gradient of the rates of decay, not yet summed", 4 * T * A, SCAN
+    backward = op.in_turn(op.makes("gradient of dt", SCAN, again), op.trains(A, unsummed=unsummed))
     saved = (decay[1],) if tape.mode.weights_frozen else (again.store, *decay)
-    tape.add("decay", (made,), saved, backward, of=tape.with_weight(again))
+    site = Site("decay", SCAN)
+    made = op.run(tape, again, "logarithms of decay", site, dtype=4, saved=saved, backward=backward, weights="own")
     tape.release(x, once, again)
     tape.drop(*(() if tape.mode.weights_frozen else decay[:1]))
     return stepped, made
@@ -264,9 +245,7 @@ def _einsum(tape: Tape, first: Value, second: Value, reason: str, shape: Size, c
         for one, which in ((first, "first"), (second, "second"))
     ]
     name = f"factor of the {reason}, in order"
-    ordered = [
-        op.run(tape, one, name, Site(name, SCAN)) if is_copied else one for one, is_copied in zip(narrow, copied, strict=False)
-    ]
+    ordered = [op.run(tape, one, name, SCAN) if is_copied else one for one, is_copied in zip(narrow, copied, strict=False)]
     made = op.matmul(tape, ordered[0], ordered[1], (reason, shape), Site(f"product of the {reason}", SCAN))
     tape.release(*ordered, *(one for one in narrow if one not in ordered))
     return _with_gradient_in_order(tape, made, reason) if copied[2] else made
@@ -289,13 +268,9 @@ def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
     masked = op.run(tape, total, f"{name}: logarithms", site, saved=(masks[1],), gradient=of)
     tape.drop(*masks)
     tape.release(below, total)
-    made = _exponential(tape, masked, name)
+    made = op.exponential(tape, masked, name, SCAN)
     tape.release(masked)
     return made
-
-
-def _exponential(tape: Tape, value: Value, name: str) -> Value:
-    return op.pointwise(tape, value, name, Site(f"exponential: {name}", SCAN), saves_result=True)
 
 
 # --- inside every chunk, and from chunk to chunk -----------------------------------------------------------------------------
@@ -321,12 +296,12 @@ def _from_earlier_chunks(tape: Tape, given: _Chunked, summed: Value, block: Bloc
     several, single = block.chunks == "several", block.chunks == "single"
     site = Site("decay to a chunk's end", SCAN)
     rest = op.run(tape, summed, "logarithms of decay to a chunk's end", site, gradient="gradient of the decay to a chunk's end")
-    shrinking = _exponential(tape, rest, "decay to a chunk's end")
+    shrinking = op.exponential(tape, rest, "decay to a chunk's end", SCAN)
     tape.release(rest)
     decayed = op.times_per_row(tape, given.keys, shrinking, "B, decayed to a chunk's end", 4, SCAN)
     own = _einsum(tape, given.x, decayed, "states of chunks", STATES, (several, not single, several))
     before, *held = _states_before(tape, own, summed, block)
-    growing = _exponential(tape, summed, "decay since a chunk's beginning")
+    growing = op.exponential(tape, summed, "decay since a chunk's beginning", SCAN)
     copied = (not single, several, not single)
     read = _einsum(tape, given.queries, before, "output of earlier chunks, not decayed", VALUES, copied)
     made = op.times_per_row(tape, read, growing, "output of earlier chunks", 4, SCAN)

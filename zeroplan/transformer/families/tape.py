@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, Protocol, TypeAlias
 from zeroplan.expr import Size, at_least, at_most, symbols
 from zeroplan.ledger import PLAIN, Among, Kind, Module, OffGpu, Role, Tag
 from zeroplan.spec.adapter import Quantize, Stacked
+from zeroplan.spec.recipe import SENDING
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.tags import CUDA_ALONE
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
@@ -128,38 +129,26 @@ class Mode(NamedTuple):
     """One function rotates queries, or keys."""
     gate: "Callable[[Tape, Value, Value, str, str], Value] | None" = None
     """One function multiplies ``up`` by the activated gate: both, the product's reason, its name."""
-    fused_norms: bool = False
-    """One kernel of Unsloth's runs a whole norm, and makes no gradient of its weight."""
-    liger_norms: bool = False
-    """One kernel of Liger's runs a whole norm."""
-    fused_gates: bool = False
-    """One kernel makes a gated product of SiLU, and overwrites its saved tensors with both gradients."""
+    fused: tuple[str, ...] = ()
+    """Parts that fused kernels replace, as ``RecipeSpec.fused_kernels`` names and explains them."""
     latent_experts: bool = False
     """Experts read and write a latent that is narrower than the residual stream."""
     uneven: bool = False
     """More pairs of a token and an expert come to this rank than it sends."""
-    norm_in_one: bool = False
-    """One operator runs a whole norm, and makes a gradient of its input."""
-    sends_by: str = ""
-    """The kernels that send tokens to their experts, if these are not torch's all-to-all: deepep or hybridep."""
-    float8_experts: bool = False
-    """Transformer Engine multiplies the experts in float8."""
-    by_prime_rl: bool = False
-    """Router and experts are those of prime-rl's own models."""
-    wide_router: bool = False
-    """The router multiplies fp32 copies of its input and its weight."""
-    copies_output: bool = False
-    """Attention copies its output into the order of tokens."""
-    scales_output: bool = False
-    """Attention multiplies its kernel's output by a share for each query and head, in fp32."""
-    keeps: str = ""
-    """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
-    fused_rotary: bool = False
-    """One kernel rotates queries, or keys, in place."""
     expert_by_expert: bool = False
     """transformers multiplies the experts one after the other: torch's ``grouped_mm`` needs compute capability 8.0."""
     low_rank: LowRank | None = None
     """Megatron-Core's matrices are frozen, and some have adapters."""
+
+    @property
+    def sends_by(self) -> str:
+        """How NeMo AutoModel's own experts get their tokens; empty for transformers' experts."""
+        return "".join(SENDING.intersection(self.fused))
+
+    @property
+    def keeps(self) -> str:
+        """What a selective checkpoint keeps: by default products and kernels' outputs; router-kept or inputs-kept."""
+        return "".join({"router-kept", "inputs-kept"}.intersection(self.fused))
 
 
 class Site(NamedTuple):

@@ -8,16 +8,16 @@ A byte for the scale of 32 elements is the most that a recipe has. Experts pad t
 from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Role, Tag
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.tape import Arriving, Mode, P_own, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Mode, P_own, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import T, e, h, r, x
 
 LINEAR = "Transformer Engine d0067d0, pytorch/module/linear.py, _linear_forward_impl"
 GROUPED = "Transformer Engine d0067d0, pytorch/module/grouped_linear.py, _GroupedLinear.forward"
 
 
-def mode_of(mode: Mode, fused: tuple[str, ...]) -> Mode:
-    """Return the mode in which linear layers, experts or both run in float8, whichever are Transformer Engine's."""
-    return mode._replace(linear=_linear if "te-linear" in fused else mode.linear, float8_experts="te-experts" in fused)
+def mode_of(mode: Mode) -> Mode:
+    """Return the mode in which linear layers run in float8, if they are Transformer Engine's."""
+    return mode._replace(linear=_linear) if "te-linear" in mode.fused else mode
 
 
 def _quantised(elements: Size) -> Size:
@@ -32,15 +32,11 @@ def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = 
     kept = _copies(tape, site.name, T * reads, reads * width, LINEAR)
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary(f"gradient of the {site.name}'s output in float8, in both orders", 2 * _quantised(T * width), LINEAR)
-        arriving = (
-            [(given, op.gradient(tape, given, f"gradient through the {site.name}", LINEAR))] if tape.follows(given) else []
-        )
-        tape.weight_gradient(reads * width + width if bias else reads * width)
-        return arriving
-
+    backward = op.in_turn(
+        op.needs(LINEAR, (f"gradient of the {site.name}'s output in float8, in both orders", 2 * _quantised(T * width))),
+        op.makes(f"gradient through the {site.name}", LINEAR, given),
+        op.makes_weight_gradient(reads * width + width if bias else reads * width),
+    )
     tape.add(site.name, (made,), kept, backward, of=None, place=site.place)
     tape.drop(*kept)
     tape.release(given)
@@ -67,13 +63,14 @@ def grouped(tape: Tape, value: Value, site: tuple[str, Size, Size]) -> Value:
     kept = _copies(tape, name, rows * reads, x * reads * width, GROUPED)
     made = op.tensor(tape, f"{name}: output", r, P_own * width, GROUPED)
     tape.drop(padded)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary(f"padded gradients of {name}", e * rows * (reads + width), GROUPED)
-        tape.temporary(f"gradient of {name} in float8, in both orders", 2 * _quantised(rows * width), GROUPED)
-        tape.weight_gradient(x * reads * width, waits=True)
-        return [(value, op.gradient(tape, value, f"gradient of the input of {name}", GROUPED))]
-
+    backward = op.in_turn(
+        op.needs(
+            GROUPED, (f"padded gradients of {name}", e * rows * (reads + width)),
+            (f"gradient of {name} in float8, in both orders", 2 * _quantised(rows * width)),
+        ),
+        op.makes_weight_gradient(x * reads * width, waits=True),
+        op.makes(f"gradient of the input of {name}", GROUPED, value),
+    )  # fmt: skip
     tape.add(name, (made,), kept, backward, of=None)
     tape.drop(*kept)
     return made

@@ -7,7 +7,7 @@ tensors' bytes for one batch, or for a column of batches.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.expr import Size, Values
@@ -16,7 +16,7 @@ from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Bool, Int, maximum, where
 from zeroplan.spec.family import LATENT_FAMILIES, TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, PRIME_RL, ROUNDING, SENDING, TORCHTITANS, Recompute, WhoseModules
+from zeroplan.spec.recipe import EVEN, LINEAR_KERNELS, ROUNDING, TORCHTITANS, Recompute, WhoseModules
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, GradientArrivals, Place, without_input
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
@@ -30,6 +30,7 @@ from zeroplan.transformer.families.widths import (
     in_one_chunk,
     is_masked,
     names_in_formulas,
+    one_key_head,
     quantities,
     renamed,
     tracks_all_layers,
@@ -240,7 +241,7 @@ def torchtitan_structure(
     """
     attention, grouped, one_key = x.attention, x.key != x.query, x.key == x.head_dim
     return Block(
-        modules, x.element == 4, False, attention, False, grouped, one_key, False, x.kernels,
+        modules, x.element == 4, False, attention, False, grouped, one_key, False, x.compute.kernels,
         recompute=recompute if "compiled-blocks" in replaced else "none", fused=replaced,
     )  # fmt: skip
 
@@ -283,29 +284,26 @@ def structure_of(
     sharded = compute.tp > 1
     compiled = "compiled-blocks" in compute.fused and compute.recompute == "selective"
     apart = training is not None or sharded or (dense and compute.cp > 1) or compiled
-    one_key = x.key == x.head_dim * (compute.tp if sharded else 1)
-    if kind.endswith("linear"):
-        one_key = model.linear is not None and model.linear.num_key_heads == 1
     block = Block(
         _DENSE_LAYERS.get(model.family, model.family) if dense else model.family,
         x.element == 4,
         x.autocast if training is None else compute.autocast and not training.wide_adapters,
         x.attention,
-        masked if kind not in WITH_STATES else not kind.endswith("linear") and x.padded and x.attention == "sdpa",
+        masked if kind not in WITH_STATES else not kind.endswith("linear") and compute.padded and x.attention == "sdpa",
         grouped_heads(model, x, kind),
-        one_key,
+        one_key_head(model, x, kind),
         model.attention_bias,
-        x.kernels,
+        compute.kernels,
         model.parallel_residual,
         model.activation,
         model.attention_bias and TRAITS[model.family].biased_output,
         model.mlp_bias,
         ring=compute.cp,
         routed=not dense,
-        casts_inputs=x.casts_inputs,
+        casts_inputs=compute.casts_inputs,
         training=training,
         sharded=sharded,
-        whole_sequences=x.whole_sequences,
+        whole_sequences=compute.whole_sequences,
         recompute=compute.recompute if apart else "none",
         chunks="single" if single else _chunks(kind, one=masked),
         release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
@@ -313,7 +311,7 @@ def structure_of(
         fused=tuple(one for one in compute.fused if one not in _ELSEWHERE and (one != LINEAR_KERNELS or kind in WITH_STATES)),
         offloaded=compute.offloaded and compute.recompute == "none",
     )
-    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x, compute), model, kind, x)
+    return _with_experts(_with_heads(_with_images(block, model, kind, compute), model, kind, x, compute), model, kind, compute)
 
 
 def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
@@ -336,11 +334,11 @@ def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths, compute: C
         alone=model.family == "bloom" and model.num_hidden_layers == 1,
         head_norms=model.head_norms,
         unturned=not model.turned or unturned,
-        filled=x.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
+        filled=compute.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
         own=_own_keys(model, kind, compute),
         heads=kind.partition("_")[0] if model.global_head_dim else "",  # type: ignore[arg-type]  # local or global
-        padded=x.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
+        padded=compute.padded and (x.attention == "flash" or kind.endswith("short") or kind in WITH_STATES),
         short=kind.endswith("short"),
         borrows_keys=kind in (HANDED, SHARED),
         keys_kept_below=mla is not None and mla.index_every > 1 and kind in ("moe", SHARED),
@@ -355,14 +353,14 @@ def _own_keys(model: ModelSpec, kind: str, compute: Compute) -> OwnKeys | None:
     return own._replace(weights_too=compute.keeps_inputs and bool(own.left))
 
 
-def _with_experts(block: Block, model: ModelSpec, kind: str, x: Widths) -> Block:
+def _with_experts(block: Block, model: ModelSpec, kind: str, compute: Compute) -> Block:
     """Return the structure with that of its experts, or of the one module that it consists of."""
     moe = model.moe
     return block._replace(
-        dispatched=x.expert_ranks > 1,
+        dispatched=compute.expert_ranks > 1,
         latent_experts=moe is not None and moe.latent_size > 0,
         grouped_experts=moe is not None and moe.num_groups > 0,
-        uneven=x.expert_ranks > 1 and x.imbalance != EVEN,
+        uneven=compute.expert_ranks > 1 and compute.imbalance != EVEN,
         looped=moe.num_experts if moe is not None and block.release.loops_over_experts else 0,
         is_mlp=kind == "mlp",
         ahead=kind.endswith("ahead"),
@@ -421,40 +419,14 @@ def _either(condition: Bool, yes: BlockPass, no: BlockPass) -> BlockPass:
     def where_not(line: Line) -> Line:
         return made.setdefault(id(line), line._replace(n_bytes=where(condition, 0, line.n_bytes)))
 
-    def lines(first: tuple[Line, ...], second: tuple[Line, ...]) -> tuple[Line, ...]:
-        return (*map(where_so, first), *map(where_not, second))
-
-    return BlockPass(
-        lines(yes.saved, no.saved),
-        yes.checkpoint,
-        lines(yes.selective, no.selective),
-        lines(yes.forward, no.forward),
-        lines(yes.forward_recompute, no.forward_recompute),
-        (
-            *(_with_lines(point, lambda some: lines(some, ())) for point in yes.points),
-            *(_with_lines(point, lambda some: lines((), some)) for point in no.points),
-        ),
-        yes.cast_elements,
-        yes.checkpoint_in_backward,
-        on_host=lines(yes.on_host, no.on_host),
-        handed=tuple(
-            [
-                GradientArrivals(one.gradients, lines(one.lines, other.lines))
-                for one, other in zip(yes.handed, no.handed, strict=True)
-            ]
-        ),
-        before_experts=lines(yes.before_experts, no.before_experts),
-        named=lines(yes.named, no.named),
-        arriving=yes.arriving,
-        leaving=lines(yes.leaving, no.leaving),
-    )
+    first, second = yes.with_lines(where_so), no.with_lines(where_not)
+    both: dict[str, Any] = {name: (*getattr(first, name), *getattr(second, name)) for name in (*_OF_EITHER, "points")}
+    handed = [one._replace(lines=(*one.lines, *two.lines)) for one, two in zip(first.handed, second.handed, strict=True)]
+    return yes._replace(handed=tuple(handed), **both)
 
 
-def _with_lines(point: BackwardPoint, made_of: Callable[[tuple[Line, ...]], tuple[Line, ...]]) -> BackwardPoint:
-    return point._replace(
-        lines=made_of(point.lines),
-        before=made_of(point.before),
-    )
+#: The lines of a pass that depend on whether there is a mask.
+_OF_EITHER = ("saved", "selective", "forward", "forward_recompute", "on_host", "before_experts", "named", "leaving")
 
 
 @lru_cache(maxsize=256)
@@ -464,11 +436,16 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     A structure with a recomputation has no other; other structures serve both.
     """
     checkpoints: tuple[Recompute, ...] = ("full", "selective") if structure.recompute == "none" else (structure.recompute,)
-    checkpoints = checkpoints if run_again else ()
+    keeps = structure.made_on_demand and structure.recompute == "selective"
+    ran = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps)
+    plan = _plan_of(structure, *ran, checkpoints if run_again else ())
+    return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
+
+
+def _plan_of(structure: Block, tape: Tape, given: Value, output: Value, checkpoints: tuple[Recompute, ...]) -> Plan:
+    """Run the backward of a program that has run forward, and its forwards in checkpoints. Return all with indexes."""
     index, source = Index(), program_of(structure.family).source
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
-    keeps = structure.made_on_demand and structure.recompute == "selective"
-    tape, given, output = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps)
     kept = (given.store, *tape.history.in_nodes) if structure.offloaded else tape.saved
     forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
@@ -477,37 +454,20 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
     reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
     selective = index.of(tape.selected.stores())
-    made = forwards(
-        index,
-        forward,
-        given.store,
-        lambda keeping: run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0],
-        dtypes,
-        checkpoints,
-    )
+
+    def run(keeping: bool) -> Tape:  # noqa: FBT001  the one thing it asks
+        return run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0]
+
+    made = forwards(index, forward, given.store, run, dtypes, checkpoints)
     places, arrivals = index.of(tape.checkpoint_of(given.store)), index.arrivals(tape.gradients.arrivals)
     on_host = () if tape.host is None else index.of(tape.host.copies)
     handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
     stores, weights = tuple(index.stores), tuple(index.weights)
-    plan = Plan(
-        stores,
-        weights,
-        made,
-        points,
-        casts,
-        cached,
-        selective,
-        places,
-        source,
-        reruns,
-        arrivals,
-        on_host,
-        handed,
-        arriving,
+    return Plan(
+        stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, on_host, handed, arriving,
         leaving,
         names_in_formulas(structure.heads, wide_mlp=structure.own is not None and structure.own.keys == "shared"),
-    )
-    return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
+    )  # fmt: skip
 
 
 def _beside_the_stream(tape: Tape) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
@@ -520,10 +480,9 @@ def _run_backward(
     tape: Tape, structure: Block, given: Value, output: Value, checkpoints: tuple[Recompute, ...]
 ) -> dict[Recompute, list[Alive]]:  # fmt: skip
     """Run the backward on a tape; return the forward's moments as those of each recomputation."""
-    source = program_of(structure.family).source
     tape.release(output, given)
     tape.drop(*(one for one in tape.history.input_copies if structure.offloaded or one not in tape.saved))
-    incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", r * output.shape, source, INCOMING)
+    incoming = incoming_of(output, structure)
     whole, until_saved = tape.moments.copy(), tape.moments_until_last_saved()
     tape.run_backward(output, incoming)
     if structure.made_on_demand:
@@ -533,6 +492,12 @@ def _run_backward(
     return {
         one: _run_again(until_saved) if one == "full" else _with_kept(_run_again(whole), tape) for one in checkpoints
     }  # fmt: skip
+
+
+def incoming_of(output: Value, structure: Block) -> Store:
+    """Return the gradient of a block's output."""
+    source, size = program_of(structure.family).source, r * output.shape
+    return Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", size, source, INCOMING)
 
 
 def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
@@ -670,21 +635,13 @@ def _set_mode(tape: Tape, structure: Block) -> None:
 
         tape.mode = in_float8(recipes[0]) if recipes else COMPILED_BLOCK
     tape.mode = tape.mode._replace(
-        uneven=structure.uneven, latent_experts=structure.latent_experts, expert_by_expert=structure.kernels == "cuda-7"
+        uneven=structure.uneven, latent_experts=structure.latent_experts, expert_by_expert=structure.kernels == "cuda-7",
+        fused=structure.fused,
     )  # fmt: skip
-    if structure.fused:
-        tape.mode = tape.mode._replace(
-            fused_norms="rms-norm" in structure.fused, liger_norms="liger-rms-norm" in structure.fused,
-            fused_rotary="rope" in structure.fused, fused_gates="liger-swiglu" in structure.fused,
-            norm_in_one="norm-in-one" in structure.fused, sends_by="".join(SENDING & set(structure.fused)),
-            copies_output="output-copied" in structure.fused, scales_output="output-scaled" in structure.fused,
-            wide_router="router-in-fp32" in structure.fused, by_prime_rl=PRIME_RL in structure.fused,
-            keeps="".join({"router-kept", "inputs-kept"} & set(structure.fused)),
-        )  # fmt: skip
     if "te-float8" in structure.fused:
         from zeroplan.transformer.families.te_float8 import mode_of as in_te_float8  # noqa: PLC0415  as above
 
-        tape.mode = in_te_float8(tape.mode, structure.fused)
+        tape.mode = in_te_float8(tape.mode)
 
 
 def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, source: str) -> Value:

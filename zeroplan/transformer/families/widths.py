@@ -8,10 +8,8 @@ from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.adapter import TO_ALL_LAYERS
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
-from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
-from zeroplan.spec.releases import NOW, Release
 from zeroplan.transformer.blocks import Compute
 
 #: Symbols of the widths that tensor-parallel ranks split.
@@ -44,25 +42,12 @@ class Widths(NamedTuple):
     residual: int  # r, bytes of an element of the residual stream: fp32 under autocast, else e
     autocast: bool
     attention: Attention
-    kernels: Kernels
-    recomputed: bool = False
-    """The backward recomputes the block, and frees each tensor of the recomputation right after it reads it."""
+    """That of the compute settings, or eager attention where transformers has no other for a family."""
+    compute: Compute
     rank: int = 0  # z, of adapters
-    expert_ranks: int = 1
-    """Ranks that split the experts, so that each has x = E/ep of them."""
-    casts_inputs: bool = False
-    """The engine casts a block's inputs to the compute dtype before the forward."""
-    release: Release = NOW
-    """Differences between the job's release of transformers and the release that the formulas follow."""
-    imbalance: int = EVEN
-    """(token, expert) pairs that this rank receives for its experts, in thousandths of the pairs that it sends."""
-    padded: bool = False
-    """Some sequences of the batch end in padding."""
-    whole_sequences: bool = False
-    """Ranks that split matrices have whole hidden states between them."""
 
 
-def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool = False) -> Widths:
+def widths(model: ModelSpec, compute: Compute, batch: Batch) -> Widths:
     """Return the widths of a model for one batch.
 
     Frozen weights and the residual stream have the compute dtype; autocast casts adapters only. With quantised weights embeddings,
@@ -88,15 +73,8 @@ def widths(model: ModelSpec, compute: Compute, batch: Batch, *, recomputed: bool
         4 if autocast or (compute.autocast and model.upcasts_norms) else compute.element_bytes,
         autocast,
         "eager" if compute.attention == "sdpa" and model.family in WITHOUT_SDPA else compute.attention,
-        compute.kernels,
-        recomputed,
+        compute,
         0 if model.adapter is None else model.adapter.rank,
-        compute.expert_ranks,
-        compute.casts_inputs,
-        compute.release,
-        compute.imbalance,
-        compute.padded,
-        compute.whole_sequences,
     )
 
 
@@ -117,7 +95,9 @@ def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
     Some older releases make one for all layers. Eager attention always has a mask.
     Source: transformers 5.23, ``masking_utils.py``, ``_ignore_causal_mask_sdpa``.
     """
-    if x.attention == "sdpa" and (model.family in MASKS_ALL or x.padded or x.release.masks_all or masks_images(model)):
+    if x.attention == "sdpa" and (
+        model.family in MASKS_ALL or x.compute.padded or x.compute.release.masks_all or masks_images(model)
+    ):
         return True
     if x.attention != "sdpa" or model.sliding_window is None or kind.startswith("global"):
         return False
@@ -141,6 +121,13 @@ def grouped_heads(model: ModelSpec, x: Widths, kind: str) -> bool:
     if kind.endswith("linear") and model.linear is not None:
         return model.linear.num_key_heads != model.linear.num_value_heads
     return x.key != x.query
+
+
+def one_key_head(model: ModelSpec, x: Widths, kind: str) -> bool:
+    """Whether a rank has a single key/value head, or in linear attention a single key head."""
+    if kind.endswith("linear"):
+        return model.linear is not None and model.linear.num_key_heads == 1
+    return x.key == x.head_dim * x.compute.tp
 
 
 def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str, Int]:
@@ -207,9 +194,9 @@ def quantities(
     latent = {} if mla is None else {**ranks(mla, x.seq_len), "o/2": mla.qk_rope_head_dim // 2}
     return {
         **symbols(x, intermediate_size, moe),
-        "x": moe.num_experts // x.expert_ranks if moe else 0,
+        "x": moe.num_experts // x.compute.expert_ranks if moe else 0,
         "X_r": received_pairs(x, moe),
-        "T_g": x.tokens * x.expert_ranks,
+        "T_g": x.tokens * x.compute.expert_ranks,
         "T/2": x.tokens // 2,
         "d/4": x.head_dim // 4,
         "q/4": x.heads * (x.head_dim // 4),
@@ -297,4 +284,4 @@ def tracks_all_layers(model: ModelSpec, recomputed: bool) -> bool:  # noqa: FBT0
 
 def received_pairs(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:
     """Return the number of (token, expert) pairs that one of ``ranks`` with the same tokens receives."""
-    return ceil_div(x.tokens // ranks * moe.num_experts_per_tok * x.imbalance, EVEN) if moe else 0
+    return ceil_div(x.tokens // ranks * moe.num_experts_per_tok * x.compute.imbalance, EVEN) if moe else 0

@@ -16,7 +16,7 @@ from zeroplan.transformer.families.megatron.matrices import added, column, norm
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Layer
 from zeroplan.transformer.families.megatron.symbols import P_e, S_e, T_e, T_n, T_w, f_r, h_r
-from zeroplan.transformer.families.tape import Arriving, Mode, Store, Tape, Value
+from zeroplan.transformer.families.tape import Mode, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import e, h
 
 LAYER = f"{CORE}/transformer/transformer_layer.py, TransformerLayer.forward"
@@ -43,18 +43,15 @@ def _predicted(tape: Tape, hidden: Value) -> Value:
     embedded = op.tensor(tape, "embedding of the next token", e, T_n * h, PREDICTED)
     pair = norm(tape, embedded, "the next token's norm"), norm(tape, hidden, "the hidden states' norm")
     tape.release(embedded)
-    both = op.tensor(tape, "next token and hidden states, joined", e, 2 * T_n * h, PREDICTED)
-    tape.add("joined", (both,), (), op.same_gradient(*pair), of=pair)
+    both = op.run(tape, pair, "next token and hidden states, joined", Site("joined", PREDICTED), shape=2 * T_n * h)
     tape.release(*pair)
     apart = column(tape, both, h_r, "the joining matrix", reads=2 * h)
     tape.release(both)
-    made = op.tensor(tape, "input of attention's norm", e, T_n * h, PREDICTED)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gathered gradient of the joining matrix's output", e * T_w * h, PREDICTED)
-        return [(apart, op.gradient(tape, apart, "gradient of this rank's part of it", PREDICTED))]
-
-    tape.add("gathered", (made,), (), backward, of=(apart,))
+    made = op.run(
+        tape, apart, "input of attention's norm", Site("gathered", PREDICTED), dtype=e, shape=T_n * h,
+        gradient="gradient of this rank's part of it",
+        beside=("gathered gradient of the joining matrix's output", e * T_w * h),
+    )  # fmt: skip
     tape.release(apart)
     return made
 

@@ -24,7 +24,7 @@ from zeroplan.transformer.families.megatron.symbols import (
     w_n,
 )
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Backward, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.symbols import e, h, o, u, w
 
 CROSS = f"{CORE}/transformer/attention.py, CrossAttention.get_query_key_value_tensors"
@@ -66,18 +66,18 @@ def _latent(tape: Tape, normal: Value, structure: Layer) -> Value:
     parts are joined.
     """
     query = _queries(tape, normal) if structure.latent == "compressed" else column(tape, normal, q_r, "the matrix of queries")
-    both = duplicated(tape, normal, w + o, "the matrix of the latent")
-    latent = op.tensor(tape, "latent of keys and values", e, T_n * w, LATENT)
-    tape.add("latent, apart", (latent,), (), op.makes("gradient of the latent and rotary keys", LATENT, both), of=(both,))
+    both, of = duplicated(tape, normal, w + o, "the matrix of the latent"), "gradient of the latent and rotary keys"
+    latent = op.run(tape, both, "latent of keys and values", Site("latent, apart", LATENT), shape=T_n * w, gradient=of)
     tape.release(both)
     ready = norm(tape, latent, "the latent's norm", shape=T_n * w)
     tape.release(latent)
     wide = column(tape, ready, n_r, "the matrix of keys and values", reads=w)
     tape.release(ready)
     tables, beside = _by_torch(tape, structure)
-    made = op.tensor(tape, "queries, keys and values", e, T_m * (q_r + k_r + v_r), LATENT)
-    backward = op.makes("gradient of queries, or of keys and values", LATENT, query, wide, beside=beside)
-    tape.add("queries, keys and values, joined", (made,), tables, backward, of=(query, wide))
+    made = op.run(
+        tape, (query, wide), "queries, keys and values", Site("queries, keys and values, joined", LATENT),
+        shape=T_m * (q_r + k_r + v_r), saved=tables, gradient="gradient of queries, or of keys and values", beside=beside,
+    )  # fmt: skip
     tape.drop(*tables)
     tape.release(query, wide)
     return made
@@ -99,9 +99,8 @@ def _heads(tape: Tape, joint: Value, structure: Layer) -> Value:
     if not (structure.turned or structure.attention == "flash"):
         return joint
     tables, beside = _by_torch(tape, structure)
-    made = op.tensor(tape, "queries, keys and values", e, joint.shape, LAYOUT)
-    backward = op.makes("their gradient, joined", LAYOUT, joint, beside=beside)
-    tape.add("layout of queries, keys and values", (made,), tables, backward, of=(joint,))
+    site, of = Site("layout of queries, keys and values", LAYOUT), "their gradient, joined"
+    made = op.run(tape, joint, "queries, keys and values", site, saved=tables, gradient=of, beside=beside)
     tape.drop(*tables)
     tape.release(joint)
     return made
@@ -136,7 +135,7 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
     shapes = T_m * q_r, T_m * k_r, T_m * v_r
     query, keys, values = op.chunk(tape, joint, shapes, Site("queries, keys and values", QUERIES))
     if structure.grouped:
-        query = _copied(tape, query, "queries, all heads in a row", QUERIES, op.same_gradient(query))
+        query = _copied(tape, query, "queries, all heads in a row", QUERIES)
     if structure.head_norms:
         query = _norm_of_heads(tape, query, "the queries' norm", T_m * a_r)
         keys = _norm_of_heads(tape, keys, "the keys' norm", T_m * a_k)
@@ -145,25 +144,17 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
     if structure.grouped:
         saved = (keys.store, values.store) if runs_core_again(structure) else ()
         keys, values = (
-            _copied(
-                tape,
-                one,
-                f"{what}, one for each query head",
-                REPEATED,
-                op.makes(f"gradient of {what}", REPEATED, one),
-                saved=kept,
-            )
+            _copied(tape, one, f"{what}, one for each query head", REPEATED, f"gradient of {what}", saved=kept)
             for one, what, kept in ((keys, "keys", saved), (values, "values", ()))
         )
     return scored(tape, (query, keys), values, S_r, structure, masked=None)
 
 
 def _copied(
-    tape: Tape, value: Value, reason: str, source: str, backward: Backward, *, saved: tuple[Store, ...] = ()
+    tape: Tape, value: Value, reason: str, source: str, gradient: str = "", *, saved: tuple[Store, ...] = ()
 ) -> Value:  # fmt: skip
     """Return a copy as wide as all query heads."""
-    made = op.tensor(tape, reason, e, T_m * q_r, source)
-    tape.add(reason, (made,), saved, backward, of=(value,))
+    made = op.run(tape, value, reason, source, shape=T_m * q_r, saved=saved, gradient=gradient)
     tape.release(value)
     return made
 
@@ -176,10 +167,8 @@ def _norm_of_heads(tape: Tape, value: Value, name: str, rows: Size) -> Value:
 
 def _turned(tape: Tape, value: Value, what: str) -> Value:
     """Rotary positions by torch's operators, which keep the cosines and sines."""
-    made = op.tensor(tape, f"{what}, turned", e, value.shape, ROTARY)
-    tables = tape.make(op.TENSOR, f"cosines and sines of {what}", 2 * e * R_r, ROTARY)
-    tape.add(f"positions of {what}", (made,), (tables,), op.makes(f"gradient of {what}", ROTARY, value), of=(value,))
-    tape.drop(tables)
+    tables, site = (f"cosines and sines of {what}", 2 * e * R_r), Site(f"positions of {what}", ROTARY)
+    made = op.run(tape, value, f"{what}, turned", site, keeps=(tables,), gradient=f"gradient of {what}")
     tape.release(value)
     return made
 

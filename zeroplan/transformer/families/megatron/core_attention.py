@@ -37,18 +37,15 @@ def _kernel(tape: Tape, joint: Value, structure: Layer) -> Value:
     before = (tape.make(op.TENSOR, reason, e * T_c * c_r, EXCHANGED),) if structure.exchanged and not flash else ()
     made = op.tensor(tape, "attention output", e, T_m * c_r, source)
     kept = tape.make(op.TENSOR, "sums of exponentials, fp32", 4 * T_m * a_r, source, STATISTICS)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the queries, added up in fp32", 4 * T_m * q_r, source)
-        return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", source))]
-
+    summed = "gradient of the queries, added up in fp32", 4 * T_m * q_r
+    backward = op.makes("gradient of queries, keys and values", source, joint, beside=summed)
     tape.add("attention", (made,), (joint.store, made.store, kept, *before), backward, of=(joint,))
     tape.drop(kept, *before)
     if not flash:
         return made
     made.store.reason = "FlashAttention's own result, beside the reordered one"
-    ordered = op.tensor(tape, "attention output", e, T_m * c_r, source)
-    tape.add("order of the output", (ordered,), (), op.makes("gradient in the kernel's order", source, made), of=(made,))
+    site = Site("order of the output", source)
+    ordered = op.run(tape, made, "attention output", site, gradient="gradient in the kernel's order")
     tape.release(made)
     return ordered
 
@@ -68,12 +65,14 @@ def scored(
     soft, scores = _softmax(tape, pairs, numbers, structure, again)
     soft = soft if masked is None else _without_padding(tape, soft, masked)
     dropped = _dropped(tape, soft) if structure.attention_dropout else soft
-    raw = op.tensor(tape, "attention output, heads first", e, T_m * c_r, UNFUSED)
-    backward = op.makes("gradient of a factor of the context", UNFUSED, values, dropped)
-    tape.add("context", (raw,), (dropped.store, values.store), backward, of=(dropped, values))
+    raw = op.run(
+        tape, (values, dropped), "attention output, heads first", Site("context", UNFUSED), shape=T_m * c_r,
+        saved=(dropped.store, values.store), gradient="gradient of a factor of the context",
+    )  # fmt: skip
     tape.release(*pairs, values, dropped)
-    made = op.tensor(tape, "attention output", e, T_m * c_r, UNFUSED)
-    tape.add("order of the context", (made,), (), _made_again(raw, again, structure), of=(raw,))
+    made = op.run(
+        tape, raw, "attention output", Site("order of the context", UNFUSED), backward=_made_again(raw, again, structure)
+    )
     tape.release(raw, scores)
     return made
 
@@ -148,22 +147,16 @@ def _without_padding(tape: Tape, soft: Value, pairs: Size) -> Value:
 def _masked(tape: Tape, raw: Value, mask: tuple[Store, ...]) -> Value:
     """``masked_fill_`` on a view. Its backward makes two copies of the whole gradient beside the new one (CopySlices)."""
     made = Value(tape.hold(raw.store), raw.dtype, raw.shape)
-    beside = ("gradient of the scores, copied for the mask", 2 * e * raw.shape)
-    tape.add(
-        "mask of the scores",
-        (made,),
-        mask,
-        op.makes("gradient of the scores before the mask", MASKED, raw, beside=beside),
-        of=(raw,),
-    )
+    copies = "gradient of the scores, copied for the mask", 2 * e * raw.shape
+    backward = op.makes("gradient of the scores before the mask", MASKED, raw, beside=copies)
+    tape.add("mask of the scores", (made,), mask, backward, of=(raw,))
     return made
 
 
 def _dropped(tape: Tape, soft: Value) -> Value:
-    made = op.tensor(tape, "attention scores after dropout", e, soft.shape, UNFUSED)
-    mask = tape.make(op.TENSOR, "mask of the attention scores", soft.shape, UNFUSED)
-    tape.add("dropout of scores", (made,), (mask,), op.makes("gradient through the scores' dropout", UNFUSED, soft), of=(soft,))
-    tape.drop(mask)
+    mask, site = ("mask of the attention scores", soft.shape), Site("dropout of scores", UNFUSED)
+    of = "gradient through the scores' dropout"
+    made = op.run(tape, soft, "attention scores after dropout", site, dtype=e, keeps=(mask,), gradient=of)
     tape.release(soft)
     return made
 
@@ -171,17 +164,16 @@ def _dropped(tape: Tape, soft: Value) -> Value:
 def run_again(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Core attention in its own checkpoint, which keeps queries, keys and values."""
     kept, passing = _of_core(structure)
-    forward = tape.make(op.TEMPORARY, "what core attention's forward makes and frees again", kept + passing, CHECKPOINT)
-    made = op.tensor(tape, "attention output", e, T_m * c_r, CHECKPOINT)
-    tape.drop(forward)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("what core attention keeps, made again", kept + e * T_m * c_r, CHECKPOINT)
-        tape.temporary("gradients within core attention", passing, CHECKPOINT)
-        return [(joint, op.gradient(tape, joint, "gradient of queries, keys and values", CHECKPOINT))]
-
-    tape.add("core attention, run again", (made,), (joint.store,), backward, of=(joint,))
-    return made
+    again = "what core attention keeps, made again", kept + e * T_m * c_r
+    backward = op.in_turn(
+        op.needs(CHECKPOINT, again, ("gradients within core attention", passing)),
+        op.makes("gradient of queries, keys and values", CHECKPOINT, joint),
+    )
+    return op.run(
+        tape, joint, "attention output", Site("core attention, run again", CHECKPOINT), shape=T_m * c_r,
+        passing=(("what core attention's forward makes and frees again", kept + passing),), saved=(joint.store,),
+        backward=backward,
+    )  # fmt: skip
 
 
 def _of_core(structure: Layer) -> tuple[Size, Size]:

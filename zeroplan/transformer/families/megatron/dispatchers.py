@@ -7,7 +7,7 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Dispatcher, Routing
 from zeroplan.transformer.families.megatron.symbols import X_1, X_2, E_r, T_g, T_n, X_r, X_s, w_p
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Backward, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import E, e, h
 
 PERMUTE = f"{CORE}/transformer/moe/moe_utils.py, permute"
@@ -30,17 +30,25 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, PERMUTE)
     tape.drop(sorting, maps)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_GATHER)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of all ranks' tokens", e * T_g * h, ALL_GATHER)
-        return [
-            (normal, op.gradient(tape, normal, "gradient of this rank's tokens", ALL_GATHER)),
-            (weights, op.gradient(tape, weights, "gradient of the routing weights", ALL_GATHER)),
-        ]
-
-    tape.add("dispatch", (tokens, chosen), (own, order), backward, of=(normal, weights))
+    whole = "gradient of all ranks' tokens", e * T_g * h
+    tape.add(
+        "dispatch",
+        (tokens, chosen),
+        (own, order),
+        _back(normal, weights, op.needs(ALL_GATHER, whole), ALL_GATHER),
+        of=(normal, weights),
+    )
     tape.drop(own, order)
     return tokens, chosen, ()
+
+
+def _back(normal: Value, weights: Value, way: Backward, source: str) -> Backward:
+    """Return a dispatch's backward: the ``way`` back, and then both gradients."""
+    return op.in_turn(
+        way,
+        op.makes("gradient of this rank's tokens", source, normal),
+        op.makes("gradient of the routing weights", source, weights),
+    )
 
 
 def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -56,15 +64,14 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     came = tape.make(op.TEMPORARY, "experts: tokens as they came", e * X_2 * h, ALL_TO_ALL)
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, SORT)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_TO_ALL)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the tokens on their way back", e * (X_1 + X_2) * h, ALL_TO_ALL)
-        return [
-            (normal, op.gradient(tape, normal, "gradient of this rank's tokens", PERMUTE)),
-            (weights, op.gradient(tape, weights, "gradient of the routing weights", PERMUTE)),
-        ]
-
-    tape.add("dispatch", (tokens, chosen), (order, every), backward, of=(normal, weights))
+    returning = "gradient of the tokens on their way back", e * (X_1 + X_2) * h
+    tape.add(
+        "dispatch",
+        (tokens, chosen),
+        (order, every),
+        _back(normal, weights, op.needs(ALL_TO_ALL, returning), PERMUTE),
+        of=(normal, weights),
+    )
     tape.drop(order, every)
     return tokens, chosen, (sorted_, came)
 
@@ -72,15 +79,18 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 def times_weights(tape: Tape, value: Value, chosen: Value, routing: Routing, source: str) -> Value:
     """The product with the routing weights, in their dtype. A wider product is cast back."""
     dtype: Width = 4 if routing.wide else e
-    product = op.tensor(tape, "experts: product with routing weights", dtype, value.shape, source)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("experts: product of gradient and output", dtype * value.shape, source)
-        tape.temporary("experts: gradient before its cast", 4 * value.shape if routing.wide else NOTHING, source)
-        gradient = op.gradient(tape, value, "experts: gradient of what is weighed", source)
-        return [(value, gradient), (chosen, op.gradient(tape, chosen, "gradient of the routing weights", source))]
-
-    tape.add("experts: routing weights", (product,), (value.store, chosen.store), backward, of=(value, chosen))
+    backward = op.in_turn(
+        op.needs(
+            source, ("experts: product of gradient and output", dtype * value.shape),
+            ("experts: gradient before its cast", 4 * value.shape if routing.wide else NOTHING),
+        ),
+        op.makes("experts: gradient of what is weighed", source, value),
+        op.makes("gradient of the routing weights", source, chosen),
+    )  # fmt: skip
+    product = op.run(
+        tape, (value, chosen), "experts: product with routing weights", Site("experts: routing weights", source), dtype=dtype,
+        saved=(value.store, chosen.store), backward=backward,
+    )  # fmt: skip
     if not routing.wide:
         return product
     made = op.cast(tape, product, e, Site("experts: weighted output", source))
@@ -94,18 +104,15 @@ def _scattered(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> V
         weighed = times_weights(tape, outputs, chosen, routing, ALL_GATHER)
         tape.release(outputs)
         return _scattered(tape, weighed, chosen, routing._replace(late=False, deterministic=False))
+    cast = w_p * T_g * h if routing.wide else NOTHING
     whole = tape.make(op.TEMPORARY, "experts: outputs at their places", e * T_g * h, UNPERMUTE)
-    cast = tape.make(
-        op.TEMPORARY, "experts: the same in the weights' dtype", w_p * T_g * h if routing.wide else NOTHING, ALL_GATHER
-    )
-    made = op.tensor(tape, "experts: output", e, T_n * h, ALL_GATHER)
-    tape.drop(whole, cast)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of all ranks' outputs", (w_p * T_g * h if routing.wide else NOTHING) + e * T_g * h, ALL_GATHER)
-        return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", UNPERMUTE))]
-
-    tape.add("combination", (made,), (outputs.store,) if routing.deterministic else (), backward, of=(outputs,))
+    of_outputs = op.makes("gradient of the experts' outputs", UNPERMUTE, outputs)
+    made = op.run(
+        tape, outputs, "experts: output", Site("combination", ALL_GATHER), dtype=e, shape=T_n * h,
+        passing=(("experts: the same in the weights' dtype", cast),), saved=(outputs.store,) if routing.deterministic else (),
+        backward=op.in_turn(op.needs(ALL_GATHER, ("gradient of all ranks' outputs", cast + e * T_g * h)), of_outputs),
+    )  # fmt: skip
+    tape.drop(whole)
     tape.release(outputs)
     return made
 
@@ -117,24 +124,20 @@ def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Va
     ``MoELayer.forward`` holds the sorted ones until they came back.
     """
     ordered = tape.make(op.TEMPORARY, "experts: outputs, sorted by rank", e * X_2 * h, SORT)
-    cast = tape.make(
-        op.TEMPORARY, "experts: the same in the weights' dtype", w_p * X_2 * h if routing.wide else NOTHING, ALL_TO_ALL
-    )
-    tape.drop(cast)
+    cast = w_p * X_2 * h if routing.wide else NOTHING
+    tape.drop(tape.make(op.TEMPORARY, "experts: the same in the weights' dtype", cast, ALL_TO_ALL))
     tape.release(outputs)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary("gradient of the outputs on their way", e * (X_1 + X_2) * h, ALL_TO_ALL)
-        return [(outputs, op.gradient(tape, outputs, "gradient of the experts' outputs", SORT))]
-
+    backward = op.in_turn(
+        op.needs(ALL_TO_ALL, ("gradient of the outputs on their way", e * (X_1 + X_2) * h)),
+        op.makes("gradient of the experts' outputs", SORT, outputs),
+    )
     if routing.late:
         came = op.tensor(tape, "experts: outputs that came back", e, X_s * h, ALL_TO_ALL)
         tape.drop(ordered)
         tape.add("return", (came,), (), backward, of=(outputs,))
         weighed = times_weights(tape, came, chosen, routing, UNPERMUTE)
         tape.release(came)
-        made = op.tensor(tape, "experts: output", e, T_n * h, UNPERMUTE)
-        tape.add("combination", (made,), (), op.makes("gradient of weighed outputs", UNPERMUTE, weighed), of=(weighed,))
+        made = _combined(tape, weighed, UNPERMUTE, "gradient of weighed outputs")
         tape.release(weighed)
         return made
     back = tape.make(op.TEMPORARY, "experts: outputs that came back", e * X_1 * h, ALL_TO_ALL)
@@ -143,6 +146,11 @@ def _returned(tape: Tape, outputs: Value, chosen: Value, routing: Routing) -> Va
     tape.add("combination", (made,), (back,) if routing.deterministic else (), backward, of=(outputs,))
     tape.drop(back)
     return made
+
+
+def _combined(tape: Tape, outputs: Value, source: str, gradient: str) -> Value:
+    site = Site("combination", source)
+    return op.run(tape, outputs, "experts: output", site, dtype=e, shape=T_n * h, gradient=gradient)
 
 
 def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -156,8 +164,7 @@ def _sent_by_hybrid_ep(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 def _returned_by_hybrid_ep(tape: Tape, outputs: Value, _chosen: Value, _routing: Routing) -> Value:
     """Combination by HybridEP: one kernel returns outputs and adds them up."""
-    made = op.tensor(tape, "experts: output", e, T_n * h, HYBRID_EP)
-    tape.add("combination", (made,), (), op.makes("gradient of the experts' outputs", HYBRID_EP, outputs), of=(outputs,))
+    made = _combined(tape, outputs, HYBRID_EP, "gradient of the experts' outputs")
     tape.release(outputs)
     return made
 

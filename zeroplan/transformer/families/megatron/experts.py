@@ -7,7 +7,7 @@ from zeroplan.transformer.families.megatron.matrices import Around, column, matr
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g_m, m_r, w_p
-from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.symbols import E, e, h, t, z
 
 MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
@@ -28,9 +28,10 @@ def _opened(tape: Tape, normal: Value, width: Size, name: str, *, keeps_gathered
     """Run an MLP up to its activation. ``keeps_gathered``: see :func:`column`."""
     wide = column(tape, normal, g_m * width, f"{name}: the first matrix", layer="linear_fc1", keeps_gathered=keeps_gathered)
     wide.store.reason = f"{name}: output of the first matrix"
-    active = op.tensor(tape, f"{name}: input of the second matrix", e, T_m * width, MLP)
-    backward = op.makes(f"{name}: gradient of the first matrix's output", MLP, wide)
-    tape.add(f"{name}: activation", (active,), (wide.store,), backward, of=(wide,))
+    active = op.run(
+        tape, wide, f"{name}: input of the second matrix", Site(f"{name}: activation", MLP), shape=T_m * width,
+        saved=(wide.store,), gradient=f"{name}: gradient of the first matrix's output",
+    )  # fmt: skip
     tape.release(wide)
     return active
 
@@ -73,14 +74,15 @@ def _gated(tape: Tape, normal: Value, shared: Value, routing: Routing) -> Value:
     if not routing.gated:
         return shared
     score = tape.make(op.TENSOR, "shared expert: gate of each token", e * T_n, SHARED)
-    made = op.tensor(tape, "shared expert: gated output", e, T_n * h, SHARED)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        ungated = op.gradient(tape, shared, "shared expert: gradient of its output", SHARED)
-        tape.temporary("shared expert: product of gradient and output", e * T_n * h, SHARED)
-        return [(shared, ungated), (normal, op.gradient(tape, normal, "shared expert: gradient through its gate", SHARED))]
-
-    tape.add("shared expert: gate", (made,), (shared.store, score, normal.store), backward, of=None)
+    backward = op.in_turn(
+        op.makes("shared expert: gradient of its output", SHARED, shared),
+        op.needs(SHARED, ("shared expert: product of gradient and output", e * T_n * h)),
+        op.makes("shared expert: gradient through its gate", SHARED, normal),
+    )
+    made = op.run(
+        tape, shared, "shared expert: gated output", Site("shared expert: gate", SHARED),
+        saved=(shared.store, score, normal.store), backward=backward, weights="trained",
+    )  # fmt: skip
     tape.drop(score)
     tape.release(shared)
     return made
@@ -97,13 +99,9 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
     chart = tape.make(op.TENSOR, "router: map of choices", T_n * E, ROUTER)
     made = op.tensor(tape, "router: weights", w_p, T_n * E, ROUTER)
     tape.drop(logits)
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.temporary(
-            "router: input and its gradient in the weights' dtype", 2 * w_p * T_n * h if routing.wide else NOTHING, GATING
-        )
-        return [(normal, op.gradient(tape, normal, "gradient through the router", GATING))]
-
+    wide = 2 * w_p * T_n * h if routing.wide else NOTHING
+    beside = "router: input and its gradient in the weights' dtype", wide
+    backward = op.makes("gradient through the router", GATING, normal, beside=beside)
     named = (made.store, chart) if routing.dispatcher == "alltoall" else ()
     tape.add("router", (made,), (normal.store, balance, chosen, sigmoids, *named), backward, of=None)
     tape.drop(balance, chosen, sigmoids, chart)
@@ -167,17 +165,17 @@ def _matrix(tape: Tape, value: Value, named: tuple[str, str], source: str, pairs
 
 
 def _weighted_at_once(tape: Tape, wide: Value, chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:
-    made = op.tensor(tape, "experts: gated, times routing weights", e, shape, source)
-    backward = op.makes("experts: gradient of the first matrix's output, or of the weights", source, wide, chosen)
-    tape.add("experts: activation", (made,), (wide.store, chosen.store), backward, of=(wide, chosen))
-    return made
+    return op.run(
+        tape, (wide, chosen), "experts: gated, times routing weights", Site("experts: activation", source), shape=shape,
+        saved=(wide.store, chosen.store), gradient="experts: gradient of the first matrix's output, or of the weights",
+    )  # fmt: skip
 
 
 def _active(tape: Tape, wide: Value, _chosen: Value, shape: Size, _routing: Routing, source: str) -> Value:
-    active = op.tensor(tape, "experts: output of the activation", e, shape, source)
-    backward = op.makes("experts: gradient of the first matrix's output", source, wide)
-    tape.add("experts: activation", (active,), (wide.store,), backward, of=(wide,))
-    return active
+    return op.run(
+        tape, wide, "experts: output of the activation", Site("experts: activation", source), shape=shape, saved=(wide.store,),
+        gradient="experts: gradient of the first matrix's output",
+    )  # fmt: skip
 
 
 def _weighted(tape: Tape, wide: Value, chosen: Value, shape: Size, routing: Routing, source: str) -> Value:

@@ -5,7 +5,7 @@ from zeroplan.transformer.families.megatron.matrices import column, norm, row
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Layer
 from zeroplan.transformer.families.megatron.symbols import B_r, N_r, Q_r, T_m, Z_r, i_r
-from zeroplan.transformer.families.tape import Arriving, Store, Tape, Value
+from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import e
 
 MIXER = f"{CORE}/ssm/mamba_mixer.py, MambaMixer._ssm_training"
@@ -17,14 +17,14 @@ SCAN_BACK = "mamba 2026-07, mamba_ssm/ops/triton/ssd_combined.py, _mamba_chunk_s
 def mixed(tape: Tape, normal: Value, _structure: Layer) -> Value:
     """``MambaMixer.forward``: a matrix, one operator for convolution and scan, a norm, and a matrix."""
     first = column(tape, normal, 2 * i_r + B_r + Z_r, "Mamba's first matrix")
-    read = op.tensor(tape, "gates, inputs, factors and steps of the scan", e, first.shape, MIXER)
-    backward = op.makes("gradient of the first matrix's output, tokens first", MIXER, first)
-    tape.add("order of the scan's input", (read,), (), backward, of=(first,))
+    read = op.run(
+        tape, first, "gates, inputs, factors and steps of the scan", Site("order of the scan's input", MIXER),
+        gradient="gradient of the first matrix's output, tokens first",
+    )  # fmt: skip
     tape.release(first)
     scanned = _scanned(tape, read)
     tape.release(read)
-    ordered = op.tensor(tape, "the scan's result, input of its norm", e, T_m * i_r, MIXER)
-    tape.add("order of the scan's result", (ordered,), (), op.same_gradient(scanned), of=(scanned,))
+    ordered = op.run(tape, scanned, "the scan's result, input of its norm", Site("order of the scan's result", MIXER))
     tape.release(scanned)
     ready = norm(tape, ordered, "the scan's norm", shape=T_m * i_r, rows=T_m)
     tape.release(ordered)

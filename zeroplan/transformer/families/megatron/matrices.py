@@ -170,18 +170,10 @@ def _summing(tape: Tape, name: str, makes: Size) -> Around:
 
 def added(tape: Tape, branch: Value, residual: Value, reason: str, structure: Layer) -> Value:
     """Bias, dropout and the residual addition in one operator."""
-    made = op.tensor(tape, reason, e, T_n * h, DROPOUT)
-    mask = (
-        (tape.make(op.TENSOR, f"mask of the dropout before the {reason}", T_n * h, DROPOUT),)
-        if structure.hidden_dropout
-        else ()
-    )
-
-    def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
-        if not mask:
-            return [op.through(residual, grad_outputs[0]), op.through(branch, grad_outputs[0])]
-        return [op.through(residual, grad_outputs[0]), (branch, op.gradient(tape, branch, "gradient through dropout", DROPOUT))]
-
-    tape.add("dropout and residual addition", (made,), mask, backward, of=None)
-    tape.drop(*mask)
-    return made
+    mask = f"mask of the dropout before the {reason}", T_n * h
+    through = op.makes("gradient through dropout", DROPOUT, branch) if structure.hidden_dropout else op.same_gradient(branch)
+    return op.run(
+        tape, branch, reason, Site("dropout and residual addition", DROPOUT), dtype=e, shape=T_n * h,
+        keeps=(mask,) if structure.hidden_dropout else (), backward=op.in_turn(op.same_gradient(residual), through),
+        weights="trained",
+    )  # fmt: skip
