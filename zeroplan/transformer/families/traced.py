@@ -21,7 +21,7 @@ from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, Compute, G
 from zeroplan.transformer.families.attention import WIDEST_OF_FLASH, head_size
 from zeroplan.transformer.families.definition import Block, Chunks, Program, Training, definition_of
 from zeroplan.transformer.families.highest import highest
-from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, beside_adapters
+from zeroplan.transformer.families.sharded import SHARES, TENSOR_PARALLEL, linear_of_a_rank
 from zeroplan.transformer.families.tags import BLOCK_INPUT, CUDA_ALONE, INCOMING
 from zeroplan.transformer.families.tape import Alive, Arrival, Store, Tape, Value, with_twins
 from zeroplan.transformer.families.widths import (
@@ -619,7 +619,7 @@ def run_forward(
 def _set_mode(tape: Tape, structure: Block) -> None:
     """Set how the block's layers run: split over ranks, in float8, or by fused kernels."""
     if structure.sharded and tape.mode.linear is not None:
-        tape.mode = tape.mode._replace(linear=partial(beside_adapters, run=tape.mode.linear), sharded=True)
+        tape.mode = tape.mode._replace(linear=partial(linear_of_a_rank, run=tape.mode.linear), sharded=True)
     elif structure.sharded:
         tape.mode = TENSOR_PARALLEL
     if recipes := [name.removeprefix("float8-") for name in structure.fused if name.startswith("float8-")]:
