@@ -256,8 +256,8 @@ class _Playing:
         self.card, self.sizes, self.streams = card, sizes, [one.stream for one in log.requests]
         self.chunks, self.unrecorded, self.workspace = dict[int, Chunk](), of._unrecorded, of._workspace_bytes  # noqa: SLF001
         self.marked = frozenset[int]() if keeps_up else log.marked
-        products = frozenset(log.products.values())
-        self.early, self.late = (products, ()) if log.starts == "recorded" else ((), products)
+        products, nothing = frozenset(log.products.values()), frozenset[int]()
+        self.early, self.late = (products, nothing) if log.starts == "recorded" else (nothing, products)
 
     def run(self) -> Replayed:
         """Replay all steps. A part that is repeated on the same free memory changes nothing, so it is not replayed again."""
@@ -280,7 +280,8 @@ class _Playing:
     def _run(self, start: int, stop: int) -> tuple[int, int | None]:
         """Replay events; return the most allocated bytes, and the unusable ones when it last reserved more, or None."""
         card, chunks, unrecorded, waits, sizes = self.card, self.chunks, self.unrecorded, self.log.waits, self.sizes
-        most, unusable, at = 0, None, start
+        unusable: int | None = None
+        most, at = 0, start
         try:
             for at, event in enumerate(self.log.events[start:stop], start):
                 if at in self.early:

@@ -149,7 +149,8 @@ def kept_before(these: Passes, block: int) -> tuple[Line, ...]:
 
 def kept_bytes(these: Passes, block: int) -> Int:
     """Return the total of :func:`kept_before`. [bytes]"""
-    return sum(map(mul, these.before(block), these.keeps))
+    n_bytes: Int = sum(map(mul, these.before(block), these.keeps))
+    return n_bytes
 
 
 def kept_symbols(these: Passes) -> tuple[Symbol, ...]:

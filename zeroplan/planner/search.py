@@ -325,12 +325,12 @@ def _sharded_evenly(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally)
     """Return FSDP2's arrangements in which ``reshard_after_forward`` as a number, and the shards of experts, come out even."""
     ways, moe, before = ways_of_resharding(recipe.fsdp2), base.model.moe, grid.layouts
     if ways is not None:
-        grid = grid.only((grid.dp_shard % ways == 0) & (grid.dp_shard > ways))
+        grid = grid.only(np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_))
         tally.cut(Rule.RESHARDING, before - grid.layouts)
     if moe is not None and grid.ep > 1:
         sharing, before = grid.dp_shard * (grid.cp * grid.tp), grid.layouts
         even = shards_of_experts_are_even(moe.num_experts, widths_of_experts(base.model), sharing, grid.ep)
-        grid = grid.only(np.asarray(even))
+        grid = grid.only(np.asarray(even, dtype=np.bool_))
         tally.cut(Rule.EXPERTS, before - grid.layouts)
     return grid
 
