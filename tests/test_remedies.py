@@ -13,7 +13,7 @@ import pytest
 from tests.combined import every_case
 from zeroplan import Estimate, JobSpec, SpecError, estimate, job
 from zeroplan.cli.app import main
-from zeroplan.engines.deepspeed import coordinator, order
+from zeroplan.engines.deepspeed import notes, order
 from zeroplan.remedies import Remedy, _Candidate, _counted, _flags_of, remedies, single_changes
 
 MODELS = ("gpt2-xl", "llama-3.2-3b", "llama-3.1-8b", "qwen2.5-14b", "yi-34b", "llama-3.1-70b", "mixtral-8x7b", "qwen3-30b-a3b",
@@ -162,7 +162,7 @@ def test_of_a_flag_that_two_changes_set_the_later_value_is_told():
 
 def _calls(answer: Estimate) -> int:
     """The number of Python function calls that ``remedies`` makes, with empty caches."""
-    for kept in (coordinator.gathered, coordinator.gathered_by_several, order.trace, _counted):
+    for kept in (notes.gathered, notes.gathered_by_several, order.trace, _counted):
         kept.cache_clear()
     calls, before = 0, sys.getprofile()
 

@@ -300,6 +300,15 @@ class TestOfAPipeline:
             trace_of(more)  # checks itself
 
 
+def test_a_pipeline_reduces_a_blocks_experts_after_its_other_parameters():
+    """``perform_reduce_grad`` (torch 2.13) goes through a block's parameter groups in order. Hooks of a backward run in reverse."""
+    one = _job(model="mixtral-8x7b", gpus=16, stage=3, pipeline_parallel=2, expert_parallel=2, grad_accum=2)
+    one = replace(one, model=replace(one.model, num_hidden_layers=4))
+    calls = requests_of(one, 1, pipeline_rank=1).calls
+    block = [Among.SHARDS, Among.SHARDS_OF_EXPERTS]
+    assert [call.among for call in calls if call.operation == "reduce_scatter"] == [Among.SHARDS, *block, *block]
+
+
 def test_of_a_pipeline_the_rank_that_is_asked_for_is_replayed():
     """Without a requested rank, the fullest is replayed, like the estimate's."""
     one = _job(model="llama-3.2-1b", gpus=4, stage=3, pipeline_parallel=2, grad_accum=2)

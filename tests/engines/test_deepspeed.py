@@ -16,7 +16,7 @@ from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
 from zeroplan.engines.deepspeed import account
-from zeroplan.engines.deepspeed.coordinator import gathered
+from zeroplan.engines.deepspeed.notes import gathered
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
@@ -406,4 +406,12 @@ def test_stage_3_gathers_for_adapters_beside_any_activation_function(activation:
     """DeepSpeed treats the activation function as a module of its own. The points of a block name its operators."""
     model = replace(LLAMA_7B, num_hidden_layers=3, hidden_act=activation)
     asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets="all-linear")
+    assert_explained(estimate(asked))
+
+
+@pytest.mark.parametrize("target", ["up_proj", "down_proj"])
+def test_stage_3_gathers_for_adapters_of_an_mlp_with_a_norm_after_it(target: str) -> None:
+    """Without adapters of the attention, the lowest block's backward ends in the MLP. It begins with the norm after the MLP."""
+    model = replace(LLAMA_7B, family="gemma3_text", num_hidden_layers=3)
+    asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets=target)
     assert_explained(estimate(asked))

@@ -8,7 +8,8 @@ import pytest
 
 from tests.formulas import assert_explained
 from zeroplan import Estimate, estimate, job
-from zeroplan.engines.deepspeed.gathers import Piece, Sharing, gather_memory
+from zeroplan.engines.deepspeed.gathers import Piece, Sharing, gather_in_8_bits
+from zeroplan.engines.requests.log import Log
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions
 
@@ -43,16 +44,14 @@ def test_of_three_volumes_a_quarter_crosses_nodes_as_the_paper_has_it():
     assert every.bytes_on_slowest_link < asked().bytes_on_slowest_link / 5
 
 
-def test_a_flat_gather_is_held_in_8_bits_and_in_fp16_beside_the_weights():
-    """Two parameters on 8 ranks, with shares of 4,096 and 8,192 elements. Figures are in elements of bf16."""
-    pieces, width = (Piece(32768, 4096, 8), Piece(65536, 8192, 8)), 2
-    found = gather_memory(pieces, Sharing(8, width=width), one_by_one=False)
-    payload, share, scales = 98304, 12288, 4 * 2
-    asked = (payload, 2 * share, 2 * share, -2 * share, share + scales, -2 * share, 8 * scales, -share - scales)
-    arrived = (2 * payload, 65536, 65536, -65536, 131072, 131072, -131072)
-    done = -3 * payload - 8 * scales
-    in_elements = tuple(one // width for one in asked), tuple(one // width for one in arrived), done // width
-    assert found == (*in_elements, 2 * 8)
+def test_a_flat_gather_is_held_in_8_bits():
+    """Two parameters on 8 ranks, with shares of 4,096 and 8,192 elements of bf16: all requests, and what is left at the end."""
+    log, payload, share, scales = Log(), 98304, 12288, 4 * 2
+    assert gather_in_8_bits(log, "gather", (Piece(4096, 8), Piece(8192, 8)), Sharing(8, width=2), together=True) == 2 * 8
+    sizes = [request.n_bytes for request in log.requests]
+    assert sizes == [payload, 2 * share, 2 * share, share + scales, 8 * scales]
+    assert log.events == [0, 1, 2, -2, 3, -3, 4, -4]
+    assert log.bytes_of("gather") == payload + 8 * scales
 
 
 def test_on_one_node_gradients_are_not_quantized():

@@ -124,11 +124,27 @@ class Counts:
         """Whether anything is alive under a key."""
         return key in self.alive
 
+    def bytes_of(self, key: Hashable) -> int:
+        """Return the size of everything under a key. [bytes]"""
+        return self.alive.get(key, 0)
+
     def call(self, operation: str, n_bytes: int, ranks: int) -> None:
         """Ignore a collective: it allocates nothing itself."""
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
         """Record an event of a program, with a copy and a cast that it is about to request."""
+
+
+class Highest(Counts):
+    """Counts the live bytes, and notes their peak since ``most`` was set."""
+
+    most: int = 0
+
+    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:  # noqa: ARG002  as a log's
+        """Request memory, if any."""
+        self.alive[key] = self.alive.get(key, 0) + n_bytes
+        self.n_bytes += n_bytes
+        self.most = max(self.most, self.n_bytes)
 
 
 @lru_cache(maxsize=256)

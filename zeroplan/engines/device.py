@@ -10,6 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from zeroplan.engines.device_figures import band_of, of_gpu, sources
+from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Band, Kind, Line
 from zeroplan.numeric import Int, maximum, where
 from zeroplan.spec.hardware import GpuSpec
@@ -78,7 +79,7 @@ def transformer_engine_line(gpu: GpuSpec | None, *, experts: bool) -> Line:
     n_bytes, formula = _TRANSFORMER_ENGINE_SINCE_HOPPER if since_hopper else _TRANSFORMER_ENGINE_BEFORE_HOPPER
     count = 1 + _EXPERT_STREAMS if experts else 1
     reason = "Transformer Engine's own workspace" + (f", and {_EXPERT_STREAMS} for experts" if experts else "")
-    return Line(Kind.WORKSPACE, count * n_bytes, reason, f"{count}·{formula}", _TRANSFORMER_ENGINE_SOURCE)
+    return sized(Kind.WORKSPACE, count, n_bytes, reason, _TRANSFORMER_ENGINE_SOURCE, formula)
 
 
 def workspace_line(gpu: GpuSpec | None) -> Line:
@@ -93,9 +94,9 @@ def workspace_line(gpu: GpuSpec | None) -> Line:
     seen = () if gpu is None else of_gpu("workspace", gpu.name)
     if seen:
         n_bytes = int(band_of(seen).expected_bytes)
-        return Line(Kind.WORKSPACE, _HANDLES * n_bytes, reason, f"{_HANDLES}·{n_bytes}", sources(seen))
+        return sized(Kind.WORKSPACE, _HANDLES, n_bytes, reason, sources(seen))
     n_bytes, formula = workspace(gpu)
-    return Line(Kind.WORKSPACE, _HANDLES * n_bytes, reason, f"{_HANDLES}·{formula}", _WORKSPACE_SOURCE)
+    return sized(Kind.WORKSPACE, _HANDLES, n_bytes, reason, _WORKSPACE_SOURCE, formula)
 
 
 def workspace(gpu: GpuSpec | None) -> tuple[int, str]:

@@ -7,7 +7,7 @@ no formula then.
 from collections.abc import Callable
 from functools import lru_cache
 
-from zeroplan.ledger import Line, Tag
+from zeroplan.ledger import Kind, Line, Tag
 from zeroplan.numeric import Int, for_each_value
 
 
@@ -65,6 +65,16 @@ def product(width: int, elements: Int) -> str:
 @lru_cache(maxsize=4096)
 def _product(width: int, elements: int) -> str:
     return f"{width}·{elements}" if elements else "0"
+
+
+def sized(kind: Kind, width: int, elements: Int, reason: str, source: str, symbol: str = "") -> Line:
+    """Return a line of ``width`` bytes for each of so many elements, which its formula calls by a symbol or by their number.
+
+    >>> sized(Kind.PARAMETERS, 2, 4096, "weights", "").formula, sized(Kind.PARAMETERS, 2, 4096, "weights", "", "Ψ").formula
+    ('2·4096', '2·Ψ')
+    """
+    formula = times(width, symbol) if symbol else product(width, elements)
+    return Line(kind, width * elements, reason, formula, source)
 
 
 def several(*terms: tuple[Int, Int]) -> str:

@@ -92,6 +92,8 @@ def reading_constants(adapted: Sequence[str], names: Sequence[str]) -> set[str]:
 
     >>> sorted(reading_constants(("o_proj",), ("self_attn", "self_attn.o_proj", "mlp", "mlp.up_proj")))
     ['self_attn', 'self_attn.o_proj']
+    >>> sorted(reading_constants(("up_proj",), ("pre_feedforward_layernorm", "mlp.up_proj", "post_feedforward_layernorm")))
+    ['mlp.up_proj', 'pre_feedforward_layernorm']
     """
     before = {name: _AFTER.get(name.split(".")[1] if "." in name else name, _ATTENTION_LAYERS) for name in names}
     inner = {name for name in names if "lora_B" not in name}
@@ -110,11 +112,12 @@ def reading_the_input(names: Sequence[str]) -> Names:
 
 _QKV: Names = ("q_proj", "k_proj", "v_proj")
 _ATTENTION_LAYERS: Names = (*_QKV, "o_proj")
+_EVERY_LAYER: Names = (*_ATTENTION_LAYERS, "gate_proj", "up_proj", "down_proj")
 #: For each module of a block, the linear layers before it whose adapters' outputs reach it; by default attention's.
 _AFTER: dict[str, Names] = {
     "input_layernorm": (), "self_attn": (), "q_proj": (), "k_proj": (), "v_proj": (), "q_norm": ("q_proj",),
     "k_norm": ("k_proj",), "o_proj": _QKV, "act_fn": (*_ATTENTION_LAYERS, "gate_proj"),
-    "down_proj": (*_ATTENTION_LAYERS, "gate_proj", "up_proj"),
+    "down_proj": (*_ATTENTION_LAYERS, "gate_proj", "up_proj"), "post_feedforward_layernorm": _EVERY_LAYER,
 }  # fmt: skip
 
 

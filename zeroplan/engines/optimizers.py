@@ -13,7 +13,7 @@ from typing import NamedTuple, get_args
 
 from zeroplan.engines import muon, shampoo
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.engines.published_optimizers import (
     DENOMINATORS,
@@ -315,7 +315,7 @@ def state_lines(
         there = where(scales > 0, one.tables, 0)
         lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
     if one.shared is not None:
-        lines.append(Line(Kind.OPTIMIZER_STATE, 8 * one.shared(tensors), shampoo.PAIRS, "8·U_x", shampoo.INDICES))
+        lines.append(sized(Kind.OPTIMIZER_STATE, 8, one.shared(tensors), shampoo.PAIRS, shampoo.INDICES, "U_x"))
     return (*lines, *step_counters(optimizer, impl, _updated(tensors)))
 
 
@@ -339,7 +339,7 @@ def _held_lines(
             units = units + tensor.repeat * count(tensor)
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
-        yield Line(Kind.OPTIMIZER_STATE, width * units, held.what, times(width, named), one.source)
+        yield sized(Kind.OPTIMIZER_STATE, width, units, held.what, one.source, named)
 
 
 def step_temporary_lines(
@@ -361,8 +361,8 @@ def step_temporary_lines(
     one = needs_of(optimizer)
     if impl == "foreach":
         copies, reason = one.foreach
-        n_bytes, formula = copies * element_bytes * total_elements(tensors), times(copies * element_bytes, symbol)
-        return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, formula, one.source),) if copies else ()
+        width, updated = copies * element_bytes, total_elements(tensors)
+        return (sized(Kind.OPTIMIZER_TEMPORARY, width, updated, reason, one.source, symbol),) if copies else ()
     if one.together is not None:
         most = one.together(tensors, element_bytes)
         return (Line(Kind.OPTIMIZER_TEMPORARY, most, one.reason or "step of all tensors", "1·U_z", one.scratch_source),)
@@ -377,7 +377,7 @@ def step_temporary_lines(
         return ()
     largest = maximum(0, *(previous * before + current * tensor.numel for before, tensor in _with_previous(tensors)))
     reason = "for-loop step: temporaries of two tensors in turn"
-    return (Line(Kind.OPTIMIZER_TEMPORARY, element_bytes * largest, reason, times(element_bytes, "U_t"), one.source),)
+    return (sized(Kind.OPTIMIZER_TEMPORARY, element_bytes, largest, reason, one.source, "U_t"),)
 
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
@@ -404,7 +404,7 @@ def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tupl
     if impl != "fused" or optimizer not in _STEP_ON_GPU:
         return ()
     reason = "step counters on the GPU, one per tensor (the allocator rounds each to a block of 512)"
-    return (Line(Kind.OPTIMIZER_STATE, 4 * count, reason, "4·U_n", TORCH),)
+    return (sized(Kind.OPTIMIZER_STATE, 4, count, reason, TORCH, "U_n"),)
 
 
 def foreach_copies(optimizer: Optimizer, impl: OptimizerImpl) -> int:

@@ -1,5 +1,6 @@
 """The memory outside the blocks under a recipe. It is the same for every engine."""
 
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
@@ -51,7 +52,7 @@ def _in_flight(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line
     width, named = (max(model.hidden_size, model.intermediate_size), "max(h, f)") if all_widths else (model.hidden_size, "h")
     each = widths(model, compute_of(recipe), batch)
     reason = "latest saved tensors, whose copies to the host may still run"
-    return (Line(Kind.ACTIVATIONS, count * each.residual * each.tokens * width, reason, f"{count}·r·T·{named}", _STREAMS),)
+    return (sized(Kind.ACTIVATIONS, count, each.residual * each.tokens * width, reason, _STREAMS, f"r·T·{named}"),)
 
 
 def buffers_and_pixels(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Line, ...]:

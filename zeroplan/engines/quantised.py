@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import ceil_div
 from zeroplan.spec.adapter import Quantize
@@ -98,7 +99,7 @@ def quantised_lines(
     return (
         whole,
         *scales(found, quantize),
-        Line(Kind.PARAMETERS, element_bytes * found.biases, "frozen biases", f"{element_bytes}·Ψ_bias", BIAS),
+        sized(Kind.PARAMETERS, element_bytes, found.biases, "frozen biases", BIAS, "Ψ_bias"),
         *_others(found, norm_bytes, end_bytes),
     )
 
@@ -107,10 +108,8 @@ def _others(found: Counts, norm_bytes: int, end_bytes: int) -> tuple[Line, ...]:
     if norm_bytes == end_bytes:
         n_bytes = norm_bytes * (found.norms + found.others)
         return (Line(Kind.PARAMETERS, n_bytes, "frozen embedding, norms and head", f"{norm_bytes}·Ψ_frozen", PREPARED),)
-    norms = Line(Kind.PARAMETERS, norm_bytes * found.norms, "frozen norms, fp32", f"{norm_bytes}·Ψ_norms", PREPARED)
-    ends = Line(
-        Kind.PARAMETERS, end_bytes * found.others, "frozen embedding and head", f"{end_bytes}·(Ψ_frozen - Ψ_norms)", NARROWED
-    )
+    norms = sized(Kind.PARAMETERS, norm_bytes, found.norms, "frozen norms, fp32", PREPARED, "Ψ_norms")
+    ends = sized(Kind.PARAMETERS, end_bytes, found.others, "frozen embedding and head", NARROWED, "(Ψ_frozen - Ψ_norms)")
     return norms, ends
 
 
@@ -155,21 +154,21 @@ def scales_of(model: ModelSpec) -> tuple[Line, ...]:
 def scales(found: Counts, quantize: Quantize) -> tuple[Line, ...]:
     """Return the tensors that dequantise weights, whole on every rank. [bytes]"""
     if quantize == "int8":
-        return (Line(Kind.PARAMETERS, 4 * found.rows, "scales of rows, fp32", "4·R_8", EIGHT),)
+        return (sized(Kind.PARAMETERS, 4, found.rows, "scales of rows, fp32", EIGHT, "R_8"),)
     if quantize == "gptq":
         return (
-            Line(Kind.PARAMETERS, 2 * found.groups, "scales of groups, fp16", "2·B_g", GPTQ),
-            Line(Kind.PARAMETERS, 4 * found.inputs, "number of each input's group", "4·I_4", GPTQ),
+            sized(Kind.PARAMETERS, 2, found.groups, "scales of groups, fp16", GPTQ, "B_g"),
+            sized(Kind.PARAMETERS, 4, found.inputs, "number of each input's group", GPTQ, "I_4"),
         )
     if quantize == "nf4":
         return (
-            Line(Kind.PARAMETERS, 4 * found.blocks, "scales of blocks of 64 weights, fp32", "4·B_64", PACKED),
-            Line(Kind.PARAMETERS, _CODE * found.weights, "tables of the 4-bit codes", f"{_CODE}·U_4", TABLES),
+            sized(Kind.PARAMETERS, 4, found.blocks, "scales of blocks of 64 weights, fp32", PACKED, "B_64"),
+            sized(Kind.PARAMETERS, _CODE, found.weights, "tables of the 4-bit codes", TABLES, "U_4"),
         )
     each = _CODE + _SCALES_CODE + _MEAN
     return (
         Line(Kind.PARAMETERS, found.blocks, "scales of blocks of 64 weights, in 8 bits", "B_64", PACKED),
-        Line(Kind.PARAMETERS, 4 * found.scales_blocks, "scales of blocks of 256 scales, fp32", "4·B_256", PACKED),
+        sized(Kind.PARAMETERS, 4, found.scales_blocks, "scales of blocks of 256 scales, fp32", PACKED, "B_256"),
         Line(
             Kind.PARAMETERS,
             each * found.weights + _SCALES_CODE,

@@ -87,6 +87,8 @@ _SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), 
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Nemotron 3's projections around its experts, where these have a latent.
 LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+#: Gemma 4's layers around the embedding of each layer, and the one before the blocks that all layers read (E2B and E4B).
+OF_EMBEDDINGS, TO_ALL_LAYERS = ("per_layer_input_gate", "per_layer_projection"), "per_layer_model_projection"
 #: NeMo AutoModel's projection in front of a prediction's attention.
 JOINING = "eh_proj"
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
@@ -94,7 +96,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
     "phi": Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
     "opt": Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
-    "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj",)),
+    "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj", *OF_EMBEDDINGS, TO_ALL_LAYERS)),
     "gpt_oss": _ALONE, "granitemoe": _ALONE, "llama4_text": Layers(others=("router",)),
     "mixtral": Layers(mlp=_OF_MIXTRAL), "minimax_m2": Layers(mlp=_OF_MIXTRAL), "qwen2_moe": Layers(others=("shared_expert_gate",)),
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),

@@ -6,7 +6,7 @@ four times the hidden width, no gate, ungrouped heads, dropout and 16 bits, the 
 """
 
 from collections.abc import Callable, Hashable
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, Values
@@ -580,8 +580,13 @@ def _cost_of(structure: Structure, names: tuple[str, ...], numbers: tuple[int, .
 
 
 def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
-    plan, sizes = _plan(structure), _Sizes(values)
-    numbers = [sizes.number(store.size) for store in plan.stores]
+    plan = _plan(structure)
+
+    @cache
+    def number(size: Size) -> Int:
+        return size.value(values)
+
+    numbers = [number(store.size) for store in plan.stores]
     lines = [
         Line(store.kind, n_bytes, store.reason, store.size.text, store.source)
         for store, n_bytes in zip(plan.stores, numbers, strict=True)
@@ -594,7 +599,7 @@ def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     def of(places: Places) -> tuple[Line, ...]:
         return tuple([lines[place] for place in places if not (isinstance(numbers[place], int) and not numbers[place])])
 
-    made = [0 if fused else values["e"] * sum(map(sizes.number, one.weights)) for one in plan.backward]
+    made = [0 if fused else values["e"] * sum(map(number, one.weights)) for one in plan.backward]
     totals = [total(one.stores) + weights for one, weights in zip(plan.backward, made, strict=True)]
     kept = total((*plan.kept, *plan.statistics))
     beyond = maximum(*(total(one.stores) for one in plan.forward)) - kept
@@ -617,17 +622,3 @@ def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[P
 
 def _formula(sizes: tuple[Size, ...]) -> str:
     return "e·(" + " + ".join(size.text for size in sizes) + ")"
-
-
-class _Sizes:
-    """Evaluates sizes, each once."""
-
-    def __init__(self, values: Values) -> None:
-        """Store the value of every symbol."""
-        self.values, self.known = values, dict[Size, Int]()
-
-    def number(self, size: Size) -> Int:
-        """Return the value of a size."""
-        if size not in self.known:
-            self.known[size] = size.value(self.values)
-        return self.known[size]

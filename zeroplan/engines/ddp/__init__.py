@@ -18,7 +18,7 @@ from zeroplan.engines.ddp.copies import are_narrow, in_fp32, optimizer_lines
 from zeroplan.engines.ddp.reducer import levels_of, plan_of
 from zeroplan.engines.ddp.step import Casts, Training
 from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
-from zeroplan.engines.formulas import for_ranks, times
+from zeroplan.engines.formulas import for_ranks, sized
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.offloaded_activations import with_offloaded_activations
@@ -225,7 +225,7 @@ def _of_each(letter: str, kinds: tuple[str, ...], numbers: tuple[int, ...], mean
 
 
 def _whole(kind: Kind, element_bytes: int, elements: Int, reason: str, source: str) -> Line:
-    return Line(kind, element_bytes * elements, reason, times(element_bytes, "Ψ"), source)
+    return sized(kind, element_bytes, elements, reason, source, "Ψ")
 
 
 def _gradient_states(recipe: RecipeSpec, element_bytes: int, total: int, ranks: Int) -> tuple[Line, Lines]:

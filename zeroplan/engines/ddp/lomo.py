@@ -8,7 +8,7 @@ from bisect import bisect_right
 from functools import lru_cache
 from itertools import accumulate
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.rows import Placed, Row, numel
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.recipe import Optimizer
@@ -23,9 +23,7 @@ _TAKES: dict[Optimizer, tuple[int, int]] = {"lomo": (0, 6), "adalomo": (8, 10)}
 def waiting(whole: Row, made: int, width: int) -> Line:
     """Return the gradient that the next hook uses up, when ``made`` elements of gradients came before the newest ones. [bytes]"""
     elements = _elements(_newest(whole, made))
-    return Line(
-        Kind.GRADIENTS, width * elements, "gradient of the weight before", product(width, elements), _SOURCE.format("lomo")
-    )
+    return sized(Kind.GRADIENTS, width, elements, "gradient of the weight before", _SOURCE.format("lomo"))
 
 
 def updating(whole: Row, made: int, optimizer: Optimizer, width: int) -> Line:
@@ -34,7 +32,7 @@ def updating(whole: Row, made: int, optimizer: Optimizer, width: int) -> Line:
     sides = _FP32 * sum(newest.parameter.shape) if newest and optimizer == "adalomo" and len(newest.parameter.shape) > 1 else 0
     n_bytes = each * _elements(newest) + sides
     reason = "update of the weight before"
-    return Line(Kind.OPTIMIZER_TEMPORARY, n_bytes, reason, product(1, n_bytes), _SOURCE.format(optimizer))
+    return sized(Kind.OPTIMIZER_TEMPORARY, 1, n_bytes, reason, _SOURCE.format(optimizer))
 
 
 @lru_cache(maxsize=256)

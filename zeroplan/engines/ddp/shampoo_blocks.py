@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from zeroplan.engines import shampoo
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Collective, Kind, Line, Phase
 from zeroplan.numeric import Int, for_each_value, round_up, where
 
@@ -43,9 +43,9 @@ def lines(shapes: tuple[shampoo.Shape, ...], width: int, longest: int, ranks: in
     in_step = max(one.states(width) + one.temporaries for one in shares) - fullest.states(width)
     state = Kind.OPTIMIZER_STATE
     return (
-        Line(state, 2 * width * fullest.elements, shampoo.FILTERED, times(2 * width, "U"), shampoo.SOURCE),
-        Line(state, 8 * fullest.triangles, shampoo.TRIANGLES.format(longest), "8·U_y", shampoo.SOURCE),
-        Line(state, 8 * fullest.indices, shampoo.PAIRS, "8·U_x", shampoo.INDICES),
+        sized(state, 2 * width, fullest.elements, shampoo.FILTERED, shampoo.SOURCE, "U"),
+        sized(state, 8, fullest.triangles, shampoo.TRIANGLES.format(longest), shampoo.SOURCE, "U_y"),
+        sized(state, 8, fullest.indices, shampoo.PAIRS, shampoo.INDICES, "U_x"),
         Line(state, buffer_bytes(shapes, longest, ranks), "directions of all blocks for the all-gather, fp32", "1·U_b", SOURCE),
         Line(
             Kind.OPTIMIZER_TEMPORARY,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.ddp import lomo
 from zeroplan.engines.ddp.reducer import Levels, made_above
-from zeroplan.engines.formulas import blocks_sum, product, times
+from zeroplan.engines.formulas import blocks_sum, product, sized
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, step_temporary_lines
 from zeroplan.engines.passes import Below, Passes, RunPass, moments_below
@@ -62,8 +62,7 @@ class Training(MicroBatch):
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
         """Return a whole gradient as a line, with ``symbol`` in its formula if given."""
-        formula = times(self.width, symbol) if symbol else product(self.width, elements)
-        return Line(self.kind, self.width * elements, reason, formula, ACCUMULATE)
+        return sized(self.kind, self.width, elements, reason, ACCUMULATE, symbol)
 
     def in_forward(self) -> Lines:
         """Return the gradients of earlier micro-batches."""
@@ -172,7 +171,7 @@ class Training(MicroBatch):
         """Return the fp32 sum of a 16-bit embedding's gradient in compiled code, which is cast at its end."""
         if not self.recipe.ddp.compiled or self.width != _NARROW:
             return ()
-        return (Line(Kind.TEMPORARY, 4 * elements, "sum of the embedding's gradient, fp32", product(4, elements), _EMBEDDING),)
+        return (sized(Kind.TEMPORARY, 4, elements, "sum of the embedding's gradient, fp32", _EMBEDDING),)
 
     def forward(self) -> None:
         """Run all blocks and the loss; with ``find_unused_parameters`` DDP also copies the model's output."""

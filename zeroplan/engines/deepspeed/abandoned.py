@@ -1,6 +1,6 @@
 """Optimizer states that stay in memory although DeepSpeed steps with others."""
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Kind, Line, Moment
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -22,7 +22,7 @@ def abandoned_states(recipe: RecipeSpec, n_elements: int, element: int) -> tuple
     has_none = recipe.zero_stage == 3 and recipe.deepspeed.zero_init
     if recipe.optimizer != "adagrad" or keeps_parameters or has_none:
         return ()
-    return (Line(Kind.OPTIMIZER_STATE, element * n_elements, _REASON, product(element, n_elements), _SOURCE),)
+    return (sized(Kind.OPTIMIZER_STATE, element, n_elements, _REASON, _SOURCE),)
 
 
 def beside(moments: tuple[Moment, ...], lines: tuple[Line, ...]) -> tuple[Moment, ...]:

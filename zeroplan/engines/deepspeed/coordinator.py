@@ -1,27 +1,35 @@
-"""The parameters that DeepSpeed's ZeRO-3 holds gathered at each step of a forward and backward pass.
+"""The coordinator of DeepSpeed's ZeRO-3: which parameters it gathers, prefetches and releases as a model's modules run.
 
-The coordinator records in the second pass which modules run in which order. From the third pass on it prefetches, releases
-parameters that are not needed soon, and keeps the rest. Only element counts decide, not the number of ranks or the batch. This
-module replays the decisions step by step. Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``.
+It records in the second pass which modules run in which order. From the third pass on it prefetches, releases parameters that
+are not needed soon, and keeps the rest. Only element counts decide, not the batch. The same program requests memory from a
+count of elements (:mod:`zeroplan.engines.deepspeed.notes`) and from a log of requests
+(:mod:`zeroplan.engines.requests.deepspeed_stage3`). Source: DeepSpeed 0.19.8,
+``runtime/zero/partitioned_param_coordinator.py`` and ``partition_parameters.py``.
 """
 
 from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Hashable, Iterator, Sequence
+from functools import cache, lru_cache
 from itertools import accumulate, permutations, takewhile
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.gathers import GatherMemory, Piece, Sharing, gather_memory
-from zeroplan.engines.deepspeed.notes import Gathered, Note, Noted, Sent, Taking, per_gradient, per_module, sizes
+from zeroplan.engines.collecting import Memory
+from zeroplan.engines.deepspeed.gathers import HALF, Piece, Sharing, gather_in_8_bits
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Freed, Step, trace
-from zeroplan.engines.rows import Row, embedding_elements, has_tied_head
+from zeroplan.engines.rows import Row, Sizes
+from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions
 
 _NEVER = 10**18
 _FEW = 4
 """The most parameters that a module owns itself, or a leaf module owns inside it, in any family."""
+_RESTORED = "restored"
+_GATHERED = "gathered parameter"
+IN_GRAPH = "in the graph"
+"""The key of gathered tensors that the graph holds."""
+SECOND = "second partition"
+"""The key of second partitions (hpZ)."""
 
 
 class Pass(NamedTuple):
@@ -38,86 +46,65 @@ class Pass(NamedTuple):
     """Backward passes follow. Without them nothing is reused, so each module's parameters are released after it."""
 
 
-@lru_cache(maxsize=64)
-def gathered(one: Pass) -> Gathered:
-    """Return the gathered elements in one pass of the model, with one micro-batch per step.
+class Change(NamedTuple):
+    """A request of memory under a key; of a negative size, its release. [bytes]"""
 
-    A first pass also gathers persistent parameters. It raises SpecError if DeepSpeed cannot quantize a module's shards.
-    """
-    if one.sharing.width:
-        _FirstPass(one, persistent_missing=True).decide()
-    return Replay(one).run() if one.trains else _with_forward_alone(one)
-
-
-def _with_forward_alone(one: Pass) -> Gathered:
-    """Return the gathered elements of a model that runs forwards only: the coordinator's trace ends with the head."""
-    training = one._replace(trains=True)
-    notes = Taking(one.whole.n_blocks)
-    Replay(training, last_forward=True).note(notes)
-    return replace(
-        gathered(training), forward=tuple(notes.forward), before_experts=tuple(notes.before_experts), loss=notes.head_forward,
-        head_gathering=notes.head_gathering, head_forward=notes.head_forward, norm_forward=notes.norm_forward,
-    )  # fmt: skip
-
-
-@lru_cache(maxsize=64)
-def gathered_by_several(one: Pass) -> Gathered | None:
-    """Return the same with several micro-batches per step; None if nothing differs.
-
-    The coordinator decides once, in the first pass with a complete trace, which parameters to release where
-    (``__params_to_release`` is cached). With several micro-batches that pass is the second of the first step, before the step
-    has gathered the persistent parameters.
-    """
-    first = Replay(one, persistent_missing=True)
-    first.decide()
-    several = Replay(one, decided=first.decided, later=True).run()
-    return None if several.is_like(gathered(one)) else several
+    key: Hashable
+    n_bytes: int
+    reason: str = ""
 
 
 class _Handle:
-    """One all-gather: its parameters, the unused ones among them, and whether the coordinator has waited for it."""
+    """One all-gather, which is also the key of its flat buffer: its parameters, and the unused ones among them."""
 
-    def __init__(self, parameters: tuple[int, ...], takes: GatherMemory) -> None:
-        self.parameters = parameters
-        self.waiting = set(parameters)
-        self.takes = takes
+    def __init__(self, parameters: tuple[int, ...], *, together: bool) -> None:
+        """``together``: the parameters are gathered flat and copied out on first use; else each is gathered in place."""
+        self.parameters, self.waiting, self.together = tuple(sorted(parameters)), set(parameters), together
         self.arrived = False
+        """Whether the coordinator has waited for it."""
 
 
-class _Sending:
-    """The parameters gathered in one direction so far."""
+class Sent:
+    """The all-gathers of one direction of a pass: parameters by size, number of calls, and all ranks' scales for 8 bits."""
 
     def __init__(self) -> None:
-        self.sizes: Counter[int] = Counter()
-        self.calls = 0
-        self.scales = 0
+        self.counted: Counter[int] = Counter()
+        self.calls = self.scales = 0
 
     @property
-    def in_all(self) -> Sent:
-        return Sent(sizes(self.sizes), self.calls, self.scales)
+    def sizes(self) -> Sizes:
+        """Elements of a parameter, and the number of parameters of that size, the smallest first."""
+        return tuple(sorted(self.counted.items()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sent) and vars(self) == vars(other)
+
+    __hash__ = None  # type: ignore[assignment]  # it changes while a pass runs
 
 
-class Replay:
-    """The coordinator's state while it runs a complete trace."""
+class Coordinator:
+    """The coordinator in one pass. The key of a gathered parameter is its index in the row (:func:`gathered_key`)."""
 
     def __init__(
-        self, one: Pass, *, persistent_missing: bool = False, decided: set[tuple[int, int]] | None = None, later: bool = False,
-        last_forward: bool = False,
+        self, one: Pass, memory: Memory, *, element: int, ranks: int = 0, stream: int = 0, recording: bool = False,
+        resident: bool = True, decided: set[tuple[int, int]] | None = None, later: bool = False, last_forward: bool = False,
     ) -> None:  # fmt: skip
-        whole, options = one.whole, one.options
-        fixed = _fixed(whole, one.recomputed, not options.memory_efficient_linear, last_forward)
-        self.numel, self.frozen, self.uses, self.traversed = fixed.numel, fixed.frozen, fixed.uses, fixed.traversed
-        self.profiled = whole.model.profile is not None
-        self.tied_head = embedding_elements(whole) if self.profiled and has_tied_head(whole) else 0
-        self.options = options
-        self.n_blocks = whole.n_blocks
-        self.steps = fixed.steps
-        self.persistent = _persistent(self.numel, options)
-        self.resident = frozenset() if persistent_missing else self.persistent
-        self.decided = set() if decided is None else decided
-        self.decides = decided is None
-        self.sharing = one.sharing
-        self.on_nvme = one.on_nvme
+        """``ranks``: 0 leaves out the padding of gathered parameters; ``recording``: the first pass, which prefetches nothing.
+
+        ``resident``: persistent parameters exist; ``decided``: the releases that an earlier pass decided; ``later``: a pass of the
+        same step came before; ``last_forward``: no backward follows.
+        """
+        whole, self.options = one.whole, one.options
+        fixed = _fixed(whole, one.recomputed, not self.options.memory_efficient_linear, last_forward)
+        self.steps, self.numel, self.uses, self.traversed = fixed.steps, fixed.numel, fixed.uses, fixed.traversed
+        self.memory, self.element, self.ranks, self.stream = memory, element, ranks, stream
+        self.persistent = _persistent(self.numel, self.options)
+        self.resident = self.persistent if resident else frozenset()
+        self.recording, self.decided = recording, set() if decided is None else decided
+        self.decides = decided is None and not recording
+        self.sharing, self.on_nvme = one.sharing, one.on_nvme
+        self.alone = ranks == 1 and not self.sharing.copied
+        """A single rank's shards are whole parameters on the GPU, so a gather allocates nothing."""
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
         self.starts = (*whole.starts, whole.n_elements)
@@ -126,140 +113,115 @@ class Replay:
         self.available: set[int] = set()
         self.in_flight: dict[int, _Handle] = {}
         self.counted = 0
-        self.saved: dict[int, int] = {}
         self.in_graph: set[int] = set()
         """Parameters whose gathered tensors the graph holds."""
-        self.elements, self.second = self._second_partitions(left=later)
-        self.peak = 0
-        self.sent = {FORWARD: _Sending(), BACKWARD: _Sending()}
-
-    def _second_partitions(self, *, left: bool) -> tuple[int, dict[int, int]]:
-        """Return the elements of second partitions (hpZ) that exist from the start, and those still to be made, by parameter.
-
-        A step's first micro-batch makes them; the later ones find them (``left``).
-        """
+        self.turned = False
+        """The backward has begun."""
+        self.sent = {FORWARD: Sent(), BACKWARD: Sent()}
         ways = self.options.zero_hpz_partition_size
-        if ways == 1:
-            return 0, {}
-        each = {index: ceil_div(numel, ways) for index, numel in enumerate(self.numel)}
-        return (sum(second for index, second in each.items() if index not in self.persistent), {}) if left else (0, each)
+        self.second = {} if ways == 1 or later else {index: ceil_div(size, ways) for index, size in enumerate(self.numel)}
+        """Elements of second partitions (hpZ) still to be made, by parameter. A step's first micro-batch makes them."""
 
-    def decide(self) -> None:
-        """Run all steps and record only where parameters are released."""
-        turned = False
-        for at, step in enumerate(self.steps):
-            turned = turned or step.direction == BACKWARD
-            self._fetch(at, step, turned=turned)
-            self._release(at, step)
+    # --- modules ------------------------------------------------------------------------------------------------------------
 
-    def run(self) -> Gathered:
-        """Run all steps and return the gathered elements."""
-        notes = Taking(self.n_blocks)
-        self.note(notes)
-        return self._gathered(notes)
-
-    def note(self, notes: Taking) -> None:
-        """Run all steps and note the gathered elements."""
-        turned = False
-        for at, step in enumerate(self.steps):
-            if step.direction == BACKWARD and not turned:
-                notes.loss, turned = self.elements, True
-            gathering = self._fetch(at, step, turned=turned)
-            self.in_graph.update(() if turned else step.in_graph)  # the graph of a recomputation goes with it
-            during = self.elements
-            handing = during - sum([self.saved.get(index, 0) for index in step.parameters])
-            self._release(at, step)
-            if turned:
-                notes.in_backward(step, Note(step.made, gathering, during, self.elements, handing))
-            else:
-                notes.in_forward(step, gathering, during)
-
-    def _gathered(self, notes: Taking) -> Gathered:
-        backward, modules = self._of_blocks(notes.blocks)
-        persistent = Counter(self.numel[index] for index in self.persistent)
-        return Gathered(
-            forward=tuple(notes.forward),
-            before_experts=tuple(notes.before_experts),
-            head_gathering=notes.head_gathering,
-            head_forward=notes.head_forward,
-            norm_forward=notes.norm_forward,
-            loss=notes.loss,
-            head=notes.head,
-            past_head=notes.past_head,
-            backward=backward,
-            first=notes.first,
-            below=tuple(notes.below),
-            embedding=notes.embedding,
-            end=self.elements,
-            sent_forward=self.sent[FORWARD].in_all,
-            sent_backward=self.sent[BACKWARD].in_all,
-            persistent=sum(self.numel[index] for index in self.persistent),
-            n_persistent=len(self.persistent),
-            persistent_sent=sizes(persistent),
-            most_read=self.most_read,
-            read_twice=self.read_twice,
-            modules=modules,
-            head_notes=per_gradient(notes.after_blocks) if self.profiled else (),
-            tied_head=self.tied_head,
-        )
-
-    def _of_blocks(
-        self, blocks: list[list[Noted]]
-    ) -> tuple[tuple[tuple[Note, ...], ...], tuple[tuple[tuple[str, Note], ...], ...]]:
-        """Return the notes of each block by gradients; and by modules, if some weights are frozen."""
-        if not any(self.frozen):
-            return tuple(map(per_gradient, blocks)), ()
-        making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
-        return tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
-
-    def _idle(self, step: Step) -> bool:
-        """Whether a module has parameters and makes no gradients."""
-        return bool(step.parameters) and all(self.frozen[index] for index in step.parameters)
-
-    def _fetch(self, at: int, step: Step, *, turned: bool) -> int:
-        direction = BACKWARD if turned else FORWARD
-        self.peak = self.elements
+    def begin(self, at: int) -> None:
+        """Begin a module: gather its parameters and prefetch the next ones."""
+        step, memory = self.steps[at], self.memory
+        self.turned = self.turned or step.direction == BACKWARD
+        memory.stream = self.stream
         if step.parameters:
-            self._gather([index for index in step.parameters if self._missing(index)], direction)
-            for index in self._costliest(step.parameters):
-                self._wait(index)
-            needed = {index for index in step.parameters if self.fetched_for.get(index, -1) < at}
-            dropped: set[int] = set()
-            while self.queue and len(dropped) < len(needed):
-                index, used_at = self.queue.popleft()
-                self.fetched_for[index] = used_at
-                dropped.add(index)
-        self._prefetch(direction)
-        return self.peak
+            self._fetch(at, step.parameters)
+        self._prefetch()
+        memory.stream = 0
+        self.in_graph.update(() if self.turned else step.in_graph)  # the graph of a recomputation goes with it
+
+    def free(self, at: int, freed: Freed) -> None:
+        """End a module that began at a step: release parameters that are not needed soon."""
+        for index in freed.parameters:
+            if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
+                self.decided.add((at, index))
+            stays = index in self.persistent or not (freed.dropped or (at, index) in self.decided)
+            if index in self.available and (self.recording or not stays):
+                self._partition(index, saved=index in freed.saved)
+        if self.steps[at].direction == BACKWARD:
+            self.memory.release(*map(saved_key, freed.parameters))
+
+    def end_pass(self) -> None:
+        """Release what remains (``release_backward_leftovers``): parameters of modules whose end no hook sees."""
+        for index in sorted(self.available - (frozenset() if self.recording else self.persistent)):
+            self._partition(index, saved=False)
+
+    # --- gathers ------------------------------------------------------------------------------------------------------------
+
+    def _fetch(self, at: int, parameters: tuple[int, ...]) -> None:
+        if missing := [index for index in parameters if self._missing(index)]:
+            self._gather(missing)
+        for index in self._costliest(parameters):
+            self._wait(index)
+        needed = {index for index in parameters if self.fetched_for.get(index, -1) < at}
+        dropped: set[int] = set()
+        while self.queue and len(dropped) < len(needed):
+            index, used_at = self.queue.popleft()
+            self.fetched_for[index] = used_at
+            dropped.add(index)
 
     def _missing(self, index: int) -> bool:
         return index not in self.available and index not in self.in_flight and index not in self.resident
 
-    def _gather(self, indices: list[int], direction: str) -> None:
-        if not indices:
-            return
-        numel = sum(self.numel[index] for index in indices)
-        one_by_one = len(indices) == 1 or self.options.stage3_allgather_sequential
-        takes = gather_memory(tuple(map(self._piece, sorted(indices))), self.sharing, one_by_one=one_by_one)
+    def _gather(self, indices: list[int]) -> None:
+        sequential, sharing = self.options.stage3_allgather_sequential, self.sharing
+        alone = self.ranks == 1 or (sharing.copied and sharing.ranks == 1)
+        handle = _Handle(tuple(indices), together=len(indices) > 1 and not sequential and not alone)
         if self.on_nvme:
             self._read(indices)
             self.read -= self.persistent  # persistent parameters are never released, so their buffers are free
-        self.in_flight.update(dict.fromkeys(indices, _Handle(tuple(indices), takes)))
-        self.counted += numel
-        sent = self.sent[direction]
+        self.in_flight.update(dict.fromkeys(indices, handle))
+        self.counted += sum(self.numel[index] for index in indices)
+        sent = self.sent[BACKWARD if self.turned else FORWARD]
         for index in indices:
-            sent.sizes[self.numel[index]] += 1
-        sent.calls += len(indices) if one_by_one else 1
-        sent.scales += takes.scales
-        for change in takes.requested:
-            self._hold(change)
+            sent.counted[self.numel[index]] += 1
+        sent.calls += len(indices) if sequential else 1
+        if sharing.width:
+            pieces = tuple(map(self._piece, handle.parameters))
+            sent.scales += gather_in_8_bits(self.memory, handle, pieces, sharing, together=handle.together)
+        elif handle.together:
+            self._call(handle.parameters)
+            n_bytes = self.element * sum(map(self._padded, indices))
+            self.memory.request(handle, n_bytes, Kind.GATHER, "flat all-gather of several parameters")
+            self._copy_shares(indices)
+        else:
+            self._gather_in_place(handle.parameters)
+
+    def _gather_in_place(self, indices: tuple[int, ...]) -> None:
+        for index in indices:
+            self._call((index,))
+            if not self.alone:
+                self.memory.request(gathered_key(index), self.element * self._padded(index), Kind.GATHER, _GATHERED)
+            self._copy_shares([index])
+
+    def _padded(self, index: int) -> int:
+        return round_up(self.numel[index], self.ranks) if self.ranks else self.numel[index]
+
+    def _call(self, indices: tuple[int, ...]) -> None:
+        if self.ranks > 1:
+            second = self.options.zero_hpz_partition_size
+            within = self.ranks if second == 1 or indices[0] in self.second else second
+            self.memory.call("all_gather", self.element * sum(map(self._padded, indices)), within)
+
+    def _copy_shares(self, indices: list[int]) -> None:
+        """Copy this rank's shards to the GPU, if they are in host memory. A single rank's copy is the parameter itself."""
+        if self.sharing.copied and self.sharing.ranks > 1:
+            for index in indices:
+                n_bytes = self.element * ceil_div(self.numel[index], self.sharing.ranks)
+                self.memory.request("copy of shares", n_bytes, Kind.GATHER, "copy of this rank's share")
+            self.memory.release("copy of shares")
 
     def _piece(self, index: int) -> Piece:
         """Return a parameter's gather: from all ranks, or within the group that has its second partition."""
         numel, ranks, group = self.numel[index], self.sharing.ranks or 1, self.options.zero_hpz_partition_size
         if group == 1 or index in self.second:
-            return Piece(numel, ceil_div(numel, ranks), ranks)
-        return Piece(numel, round_up(numel, ranks) // group, group)
+            return Piece(ceil_div(numel, ranks), ranks)
+        return Piece(round_up(numel, ranks) // group, group)
 
     def _wait(self, index: int) -> None:
         """Copy all parameters of a gather out on first use. Its buffer is freed when the last of its parameters is used."""
@@ -269,33 +231,55 @@ class Replay:
         if not handle.arrived:
             handle.arrived = True
             self.available.update(handle.parameters)
-            for change in handle.takes.arrived:
-                self._hold(change)
+            for key, n_bytes, reason in self._arriving(handle):
+                if n_bytes > 0:
+                    self.memory.request(key, n_bytes, Kind.GATHER, reason)
+                else:
+                    self.memory.release(key)
         handle.waiting.discard(index)
         if not handle.waiting:
-            self._hold(handle.takes.done)
+            self.memory.release(handle)
+
+    def _arriving(self, handle: _Handle) -> Iterator[Change]:
+        """Yield the changes while parameters are copied out of a flat gather, or dequantized to fp16 and cast to their dtype."""
+        in_8_bits = self.sharing.width > 0
+        if in_8_bits and handle.together:
+            payload = sum(self._piece(index).whole for index in handle.parameters)
+            yield Change(handle, HALF * payload, "flat gather in fp16, out of 8 bits")
+        casts = in_8_bits and not self.sharing.half
+        for index in handle.parameters if in_8_bits or handle.together else ():
+            if casts:
+                yield Change(_RESTORED, HALF * self.numel[index], "parameter in fp16, out of 8 bits")
+            yield Change(gathered_key(index), self.element * self.numel[index], _GATHERED)
+            if casts:
+                yield Change(_RESTORED, -HALF * self.numel[index])
 
     def _costliest(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
         """Return the order of waits that takes most memory. DeepSpeed iterates over a set, so any order can occur."""
-        handles = {id(self.in_flight[index]) for index in parameters if index in self.in_flight}
+        handles = {self.in_flight[index] for index in parameters if index in self.in_flight}
         if len(handles) < 2 or len(parameters) > _FEW:
             return parameters
-        return max(permutations(parameters), key=self._most_of)
+        changes = {handle: () if handle.arrived else tuple(self._arriving(handle)) for handle in handles}
+        return max(permutations(parameters), key=lambda order: self._most_of(order, changes))
 
-    def _most_of(self, order: tuple[int, ...]) -> int:
+    def _most_of(self, order: tuple[int, ...], changes: dict[_Handle, tuple[Change, ...]]) -> int:
         held = most = 0
         waiting: dict[_Handle, set[int]] = {}
         for index in order:
             if (handle := self.in_flight.get(index)) is None:
                 continue
-            for change in () if handle.arrived or handle in waiting else handle.takes.arrived:
-                held += change
+            for change in changes[handle] if handle not in waiting else ():
+                held += change.n_bytes
                 most = max(most, held)
             left = waiting[handle] = waiting.get(handle, handle.waiting) - {index}
-            held += 0 if left else handle.takes.done
+            if not left:
+                flat = sum(change.n_bytes for change in changes[handle] if change.key is handle)
+                held -= self.memory.bytes_of(handle) + flat
         return most
 
-    def _prefetch(self, direction: str) -> None:
+    def _prefetch(self) -> None:
+        if self.recording:
+            return
         bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
         limit = min(self.options.stage3_max_live_parameters - self.counted, bucket)
         chosen: list[int] = []
@@ -309,7 +293,8 @@ class Replay:
             if self._missing(index) and index not in chosen:
                 chosen.append(index)
                 numel += self.numel[index]
-        self._gather(chosen, direction)
+        if chosen:
+            self._gather(chosen)
         if bucket and self.on_nvme:
             self._read_ahead()
 
@@ -331,36 +316,23 @@ class Replay:
         self.read.update(index for index in indices if index in self.on_nvme)
         self.most_read = max(self.most_read, len(self.read))
 
-    def _release(self, at: int, step: Step) -> None:
-        for freed in step.frees:
-            self._free(at, freed, returning=step.direction == BACKWARD)
-
-    def _free(self, at: int, freed: Freed, *, returning: bool) -> None:
-        for index in freed.parameters:
-            if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
-                self.decided.add((at, index))
-            goes = freed.dropped or (at, index) in self.decided
-            if index not in self.persistent and index in self.available and goes:
-                self._partition(index, saved=index in freed.saved)
-        for index in freed.parameters if returning else ():
-            self._let_go(index)
+    # --- releases -----------------------------------------------------------------------------------------------------------
 
     def _partition(self, index: int, *, saved: bool) -> None:
         """Release a parameter. It stays alive if the graph holds it, or if autograd has ``saved`` a view of it."""
+        memory, key = self.memory, gathered_key(index)
         self.available.discard(index)
         self.read.discard(index)
         self.counted -= self.numel[index]
-        self._hold(self.second.pop(index, 0))
+        if self.second:
+            memory.request(SECOND, self.element * self.second.pop(index, 0), Kind.GATHER, "second partition of a parameter")
         if index in self.in_graph:
             self.in_graph.discard(index)  # the next gather of it is a new tensor
+            memory.rename(key, IN_GRAPH)
         elif saved:
-            self.saved[index] = self.numel[index]
+            memory.rename(key, saved_key(index))
         else:
-            self._hold(-self.numel[index])
-
-    def _let_go(self, index: int) -> None:
-        """Free a parameter that autograd had saved."""
-        self._hold(-self.saved.pop(index, 0))
+            memory.release(key)
 
     def _stays(self, index: int, at: int, *, leaf: bool) -> bool:
         """Whether a prefetch wants the parameter, or it is reused before ``max_reuse_distance`` elements of other modules have run.
@@ -386,16 +358,17 @@ class Replay:
             walked += self.starts[high] - self.starts[low]
         return False
 
-    def _hold(self, elements: int) -> None:
-        self.elements += elements
-        self.peak = max(self.peak, self.elements)
+
+@cache
+def gathered_key(index: int) -> Hashable:
+    """Return the key of a gathered parameter."""
+    return "gathered", index
 
 
-class _FirstPass(Replay):
-    """The first pass, which does not know the coming modules and so prefetches nothing."""
-
-    def _prefetch(self, direction: str) -> None:
-        pass
+@cache
+def saved_key(index: int) -> Hashable:
+    """Return the key of a released parameter that autograd has saved. It is freed with the operator that saved it."""
+    return "saved", index
 
 
 class _Fixed(NamedTuple):
@@ -404,7 +377,6 @@ class _Fixed(NamedTuple):
     steps: tuple[Step, ...]
     numel: tuple[int, ...]
     """Elements of each parameter."""
-    frozen: tuple[bool, ...]
     uses: dict[int, list[int]]
     """By parameter: the steps that use it."""
     traversed: tuple[int, ...]
@@ -420,8 +392,7 @@ def _fixed(whole: Row, recomputed: int, linears_of_torch: bool, forward_alone: b
     numel = tuple([each.end - each.start for each in whole.placed])
     per_step = [0 if step.leaf else sum([numel[index] for index in step.parameters]) for step in steps]
     queue = tuple([(index, at) for at, step in enumerate(steps) for index in sorted(step.parameters)])
-    frozen = tuple([each.parameter.frozen for each in whole.placed])
-    return _Fixed(steps, numel, frozen, _uses(steps), (0, *accumulate(per_step)), queue)
+    return _Fixed(steps, numel, _uses(steps), (0, *accumulate(per_step)), queue)
 
 
 def _forward_alone(steps: tuple[Step, ...]) -> tuple[Step, ...]:

@@ -5,17 +5,21 @@ A single parameter is gathered in place; several are gathered flat and copied ou
 ``runtime/zero/partition_parameters.py``, ``_all_gather_sequential``, ``_all_gather_coalesced`` and the handles' ``wait``.
 """
 
+from collections.abc import Hashable
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.collecting import Memory
 from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
+from zeroplan.ledger import Kind
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.recipe import RecipeSpec
 
-_HALF, _SCALE = 2, 4
+HALF, _SCALE = 2, 4
 """Bytes of an element that the quantizer reads and writes, and of a group's scale (``csrc/quantization/pt_binding.cpp``)."""
+_IN_8_BITS = "weights in 8 bits and their scales"
 _TARGET_GROUP, _LARGEST_GROUP = 8000, 16000
 """``CUDAQuantizer.target_group_size``, and the upper limit of a group."""
 
@@ -33,79 +37,44 @@ class Sharing(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A parameter to gather: its elements, one rank's shard of them, and the number of ranks that gather it."""
+    """One rank's shard of a parameter to gather, and the number of ranks that gather it."""
 
-    numel: int
     share: int
     ranks: int
 
-
-class GatherMemory(NamedTuple):
-    """The memory changes of an all-gather, in order; negative ones free memory. [elements of a weight]"""
-
-    requested: tuple[int, ...]
-    """Changes when the gather is called."""
-    arrived: tuple[int, ...] = ()
-    """Changes when the module first waits for one of its parameters."""
-    done: int = 0
-    """Change after the last of its parameters has been waited for."""
-    scales: int = 0
-    """fp32 scales of all ranks that are gathered with it."""
+    @property
+    def whole(self) -> int:
+        """The parameter with its padding. [elements]"""
+        return self.share * self.ranks
 
 
-@lru_cache(maxsize=4096)
-def gather_memory(pieces: tuple[Piece, ...], sharing: Sharing, *, one_by_one: bool) -> GatherMemory:
-    """Return the memory of the all-gather of these parameters; ``one_by_one``: each is gathered by itself. [elements]
+def gather_in_8_bits(memory: Memory, key: Hashable, pieces: tuple[Piece, ...], sharing: Sharing, *, together: bool) -> int:
+    """Quantize shards, flat or one by one, and gather them with their scales. Return the number of all ranks' scales.
 
-    >>> two = (Piece(80, 10, 8), Piece(160, 20, 8))
-    >>> gather_memory(two, Sharing(), one_by_one=False)
-    GatherMemory(requested=(240,), arrived=(240,), done=-240, scales=0)
+    If not ``together``, variables hold one parameter's payload and scales until the next parameter's exist.
+
+    >>> from zeroplan.engines.requests.log import Log
+    >>> log, two = Log(), (Piece(4096, 8), Piece(8192, 8))
+    >>> gather_in_8_bits(log, "gather", two, Sharing(8, width=2), together=True), [one.n_bytes for one in log.requests]
+    (16, [98304, 24576, 24576, 12296, 64])
     """
-    if sharing.width:
-        return _quantized_one_by_one(pieces, sharing) if one_by_one else _quantized_flat(pieces, sharing)
-    numel = sum(piece.numel for piece in pieces)
-    one_by_one = one_by_one or (sharing.copied and sharing.ranks == 1)  # a single rank's copies are the parameters themselves
-    copies = [ceil_div(piece.numel, sharing.ranks) for piece in pieces] if sharing.copied and sharing.ranks > 1 else [0]
-    copied = max(copies) if one_by_one else sum(copies)
-    requested = (numel, copied, -copied) if copied else (numel,)
-    return GatherMemory(requested) if one_by_one else GatherMemory(requested, (numel,), -numel)
-
-
-def _quantized_one_by_one(pieces: tuple[Piece, ...], sharing: Sharing) -> GatherMemory:
-    """Return the changes if variables hold one parameter's payload and scales until the next parameter's exist."""
-    requested, arrived, held, scales, before = list[int](), list[int](), 0, 0, 0
-    for piece in pieces:
-        groups = groups_of(piece.share)
-        copy, made = 0 if sharing.half else _HALF * piece.share, piece.share + _SCALE * groups
-        payload, beside = piece.share * piece.ranks, _SCALE * groups * piece.ranks
-        requested += [payload, copy, made, -copy, -before, beside]
-        arrived += _restored(piece.numel, sharing)
-        before, held, scales = made, held + payload + beside, scales + groups * piece.ranks
-    return _in_elements([*requested, -before], arrived, -held, scales, sharing.width)
-
-
-def _quantized_flat(pieces: tuple[Piece, ...], sharing: Sharing) -> GatherMemory:
-    share, ranks = sum(piece.share for piece in pieces), pieces[0].ranks
-    groups = groups_of(share)
-    laid_flat, made = sharing.width * share, share + _SCALE * groups
-    payload, beside = share * ranks, _SCALE * groups * ranks
-    requested = [payload, laid_flat]
-    requested += [made, -laid_flat] if sharing.half else [_HALF * share, -laid_flat, made, -_HALF * share]
-    requested += [beside, -made]
-    arrived = [_HALF * payload]
-    for piece in pieces:
-        arrived += _restored(piece.numel, sharing)
-    return _in_elements(requested, arrived, -payload - beside - _HALF * payload, groups * ranks, sharing.width)
-
-
-def _restored(numel: int, sharing: Sharing) -> list[int]:
-    """Return the sizes of a parameter in fp16, and cast to its own dtype."""
-    return [_HALF * numel] if sharing.half else [_HALF * numel, sharing.width * numel, -_HALF * numel]
-
-
-def _in_elements(requested: list[int], arrived: list[int], done: int, scales: int, width: int) -> GatherMemory:
-    """Convert bytes, which are multiples of eight or fp32 scales, to elements."""
-    return GatherMemory(tuple(one // width for one in requested), tuple(one // width for one in arrived), done // width, scales)
+    flat, scales = Piece(sum(piece.share for piece in pieces), pieces[0].ranks), 0
+    for piece in (flat,) if together else pieces:
+        share, groups = piece.share, groups_of(piece.share)
+        memory.request(key, piece.whole, Kind.GATHER, _IN_8_BITS)
+        memory.request("laid flat", sharing.width * share if together else 0, Kind.GATHER, _IN_8_BITS)
+        if not sharing.half:
+            memory.request("in fp16", HALF * share, Kind.GATHER, _IN_8_BITS)
+            memory.release("laid flat")
+        memory.request("quantized now", share + _SCALE * groups, Kind.GATHER, _IN_8_BITS)
+        memory.release("laid flat", "in fp16", "quantized")
+        memory.rename("quantized now", "quantized")
+        memory.request(key, _SCALE * groups * piece.ranks, Kind.GATHER, _IN_8_BITS)
+        scales += groups * piece.ranks
+    memory.release("quantized")
+    memory.call("all_gather", sum(piece.whole for piece in pieces), flat.ranks)
+    memory.call("all_gather", _SCALE * scales, flat.ranks)
+    return scales
 
 
 @lru_cache(maxsize=4096)

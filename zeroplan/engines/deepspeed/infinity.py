@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.pinned import pinned_bytes
 from zeroplan.engines.rows import Placed, Row
 from zeroplan.errors import SpecError
@@ -86,6 +86,8 @@ class _Swapped(NamedTuple):
     """Elements of shards of weights too small for NVMe, each a tensor in host memory."""
     weights: int = 0
     """Elements of the files of weights, including those of weights that fit in host memory."""
+    read: int = 0
+    """Elements of the buffers through which weights are read."""
     written: int = 0
     """Elements of the buffer through which updated weights are written."""
     pinned: int = 0
@@ -169,6 +171,7 @@ def _parameters_swapped(
     return found._replace(
         in_host=min(options.offload_param_max_in_cpu, sum(shares)),
         alone=sum(share for group in outside for share in group if not _swappable(share, element)),
+        read=options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, element),
         weights=sum(aligned(share, element) for share in shares if _swappable(share, element)),
     )
 
@@ -278,9 +281,8 @@ def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
 def casts_on_the_way(job: "Job", flush: Flush) -> tuple[Line, ...]:
     """Return the casts of a bucket's gradients on the way to NVMe, held until the last is made, and one fp64 copy. [bytes]"""
     n_bytes = for_each_value(lambda ranks: max(_highest(flush.inside, ranks, job.kept, job.master)), job.n_ranks)
-    formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
     reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
-    return (Line(Kind.REDUCE, n_bytes, reason, formula, f"{STAGE3}, partition_grads"),)
+    return (sized(Kind.REDUCE, 1, n_bytes, reason, f"{STAGE3}, partition_grads"),)
 
 
 def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -> Iterator[int]:
@@ -290,19 +292,6 @@ def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -
         share = ceil_div(each.end - each.start, n_ranks)
         yield before + kept * share + max(FP64 * min(share, NORM_PIECE), master * share if kept != master else 0)
         before += master * share
-
-
-@lru_cache(maxsize=256)
-def beside_swapped(buckets: Schedule, element: int, kept: int, master: int) -> tuple[tuple[int, ...], ...]:
-    """Return, per bucket, the memory on its way to NVMe, in elements of a weight: on very many ranks, on 8 and on one."""
-    eight, one = (_with_staying(buckets, ranks, kept, master) for ranks in (8, 1))
-    return tuple((0, first // element, second // element) for first, second in zip(eight, one, strict=True))
-
-
-def _with_staying(buckets: Schedule, n_ranks: int, kept: int, master: int) -> Iterator[int]:
-    stayed = reversed(_stayed(buckets, n_ranks, master)[:-1])
-    for flush, elements in zip(buckets.flushes, stayed, strict=True):
-        yield max(_highest(flush.inside, n_ranks, kept, master)) + master * elements
 
 
 def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -> tuple[Line, ...]:
@@ -320,9 +309,8 @@ def staying_of(buckets: Schedule, reduced: int, n_ranks: Int, master: int) -> tu
     The count assumes that every sub-group is on NVMe.
     """
     elements = for_each_value(lambda ranks: _stayed(buckets, ranks, master)[reduced], n_ranks)
-    formula = f"{master}·{elements}" if isinstance(elements, int) else ""
     reason = "gradients that stay on the GPU until the step: under 1 MiB, or no multiple of 1 KiB"
-    return (Line(Kind.REDUCE, master * elements, reason, formula, f"{_STATES}._swap_out_gradients"),)
+    return (sized(Kind.REDUCE, master, elements, reason, f"{_STATES}._swap_out_gradients"),)
 
 
 @lru_cache(maxsize=256)
@@ -338,11 +326,33 @@ def _stayed(buckets: Schedule, n_ranks: int, master: int) -> tuple[int, ...]:
 # --- what is in host memory and on NVMe ----------------------------------------------------------------------------------
 
 
+#: By symbol in formulas: the field of :class:`_Swapped`, and the meaning.
+_SYMBOLS = {
+    "G_host": ("in_host", "elements of weights in host memory: max_in_cpu, or the whole share"),
+    "G_alone": ("alone", "elements of shares under 1 MiB whose sub-group has no room in host memory"),
+    "G_read": ("read", "elements of the buffers for weights: buffer_count of buffer_size"),
+    "G_write": ("written", "elements of the largest sub-group's parameters, on all ranks together"),
+    "G_file": ("weights", "elements of shares of 1 MiB or more, each rounded up to 1 KiB"),
+    "G_buf": ("buffer", "elements of the largest sub-group, rounded up to 1 KiB"),
+    "G_few": ("resident", "elements of sub-groups under 1 MiB"),
+    "G_swap": ("states", "elements of sub-groups of 1 MiB or more, each rounded up to 1 KiB"),
+    "G_grad": ("gradients", "elements of gradients of 1 MiB or more, each rounded down to 1 KiB"),
+}
+_OF_WEIGHTS = ("G_host", "G_alone", "G_read", "G_write", "G_file")
+
+
 def _field(job: "Job", name: str) -> Int:
     widths = _Widths(job.element, job.master, job.kept)
     return for_each_value(
         lambda ranks: int(getattr(_swapped(job.whole, job.recipe.deepspeed, widths, ranks), name)), job.n_ranks
     )
+
+
+def _line(job: "Job", kind: Kind, symbol: str, reason: str, source: str, copies: int = 1) -> Line:
+    """Return a line of weights, or of ``copies`` of what the optimizer has. [bytes]"""
+    width = job.element if symbol in _OF_WEIGHTS else job.master
+    one = sized(kind, width, _field(job, _SYMBOLS[symbol][0]), reason, source, symbol)
+    return one if copies == 1 else one._replace(n_bytes=copies * one.n_bytes, formula=f"{copies}·{one.formula}")
 
 
 def pinned_beyond(job: "Job") -> Int:
@@ -352,71 +362,43 @@ def pinned_beyond(job: "Job") -> Int:
 
 def weights_in_host(job: "Job") -> tuple[Line, ...]:
     """Return the weights in host memory, and the buffers through which the others are read and written. [bytes]"""
-    options, width = job.recipe.deepspeed, job.element
-    buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, width)
-    rows = (
-        (Kind.PARAMETERS, _field(job, "in_host"), "weights in host memory, up to max_in_cpu, filled or not", "G_host",
-         FLAT_ON_HOST),
-        (Kind.PARAMETERS, _field(job, "alone"), "shares of weights too small for NVMe", "G_alone", _PARAMETERS),
-        (Kind.GATHER, buffers, "buffers for weights from NVMe: buffer_count of buffer_size", "G_read", _PARAMETERS),
-        (Kind.OPTIMIZER_TEMPORARY, _field(job, "written"),
-         "buffer for updated weights on their way to NVMe, as large as they are on all ranks together", "G_write",
-         f"{_PARAMETERS}.reserve_partitioned_swap_space"),
-    )  # fmt: skip
-    return tuple(Line(kind, width * n, reason, times(width, symbol), source) for kind, n, reason, symbol, source in rows)
+    reads = "buffers for weights from NVMe: buffer_count of buffer_size"
+    writes = "buffer for updated weights on their way to NVMe, as large as they are on all ranks together"
+    return (
+        _line(job, Kind.PARAMETERS, "G_host", "weights in host memory, up to max_in_cpu, filled or not", FLAT_ON_HOST),
+        _line(job, Kind.PARAMETERS, "G_alone", "shares of weights too small for NVMe", _PARAMETERS),
+        _line(job, Kind.GATHER, "G_read", reads, _PARAMETERS),
+        _line(job, Kind.OPTIMIZER_TEMPORARY, "G_write", writes, f"{_PARAMETERS}.reserve_partitioned_swap_space"),
+    )
 
 
 def optimizer_in_host(job: "Job") -> tuple[Line, ...]:
     """Return the optimizer's buffers, its tensors too small for NVMe, and the sum of the gradients. [bytes]"""
-    count, width = job.recipe.deepspeed.offload_optimizer_buffer_count, job.master
-    resident = _field(job, "resident")
+    count, source = job.recipe.deepspeed.offload_optimizer_buffer_count, f"{STAGE3}, grad_partitions_flat_buffer"
+    buffers = "buffers for sub-groups of the optimizer: buffer_count of the largest"
+    small = "sub-groups too small for NVMe: weights, gradients and states"
+    summed = sized(Kind.GRADIENTS, job.kept, job.partition, "this rank's share of the gradients, summed up", source, "G_r")
     return (
-        Line(Kind.OPTIMIZER_STATE, count * width * _field(job, "buffer"),
-             "buffers for sub-groups of the optimizer: buffer_count of the largest", f"{count}·{times(width, 'G_buf')}", _BUFFERS),
-        Line(Kind.OPTIMIZER_STATE, _WITH_GRADIENT * width * resident,
-             "sub-groups too small for NVMe: weights, gradients and states", f"{_WITH_GRADIENT}·{times(width, 'G_few')}", _STATES),
-        Line(Kind.GRADIENTS, job.kept * job.partition, "this rank's share of the gradients, summed up", times(job.kept, "G_r"),
-             f"{STAGE3}, grad_partitions_flat_buffer"),
-    )  # fmt: skip
+        _line(job, Kind.OPTIMIZER_STATE, "G_buf", buffers, _BUFFERS, count),
+        _line(job, Kind.OPTIMIZER_STATE, "G_few", small, _STATES, _WITH_GRADIENT),
+        summed,
+    )
 
 
-def nvme_lines(job: "Job") -> tuple[Line, ...]:
-    """Return the files on NVMe. [bytes]"""
-    lines = list[Line]()
+def nvme_lines(job: "Job") -> Iterator[Line]:
+    """Yield the files on NVMe. [bytes]"""
     if swaps_parameters(job.recipe):
-        lines.append(Line(Kind.PARAMETERS, job.element * _field(job, "weights"), "shares of weights, a file each",
-                          times(job.element, "G_file"), f"{_PARAMETERS}._swap_out"))  # fmt: skip
+        yield _line(job, Kind.PARAMETERS, "G_file", "shares of weights, a file each", f"{_PARAMETERS}._swap_out")
     if swaps_optimizer(job.recipe):
-        lines += [
-            Line(Kind.OPTIMIZER_STATE, _STATES_OF_ADAM * job.master * _field(job, "states"),
-                 "weights that are updated, momentum and variance, a file for each sub-group",
-                 f"{_STATES_OF_ADAM}·{times(job.master, 'G_swap')}", _STATES),
-            Line(Kind.GRADIENTS, job.master * _field(job, "gradients"),
-                 "gradients of shares of 1 MiB or more, a file each", times(job.master, "G_grad"),
-                 f"{_STATES}._swap_out_gradients"),
-        ]  # fmt: skip
-    return tuple(lines)
+        reason = "weights that are updated, momentum and variance, a file for each sub-group"
+        yield _line(job, Kind.OPTIMIZER_STATE, "G_swap", reason, _STATES, _STATES_OF_ADAM)
+        reason = "gradients of shares of 1 MiB or more, a file each"
+        yield _line(job, Kind.GRADIENTS, "G_grad", reason, f"{_STATES}._swap_out_gradients")
 
 
 def swapping_symbols(job: "Job") -> tuple[Symbol, ...]:
     """Return the symbols in the formulas of these lines."""
-    options = job.recipe.deepspeed
-    buffers = options.offload_param_buffer_count * aligned(options.offload_param_buffer_size, job.element)
-    weights = (
-        Symbol("G_host", _field(job, "in_host"), "elements of weights in host memory: max_in_cpu, or the whole share"),
-        Symbol(
-            "G_alone",
-            _field(job, "alone"),
-            "elements of shares under 1 MiB whose sub-group has no room in host memory",
-        ),
-        Symbol("G_read", buffers, "elements of the buffers for weights: buffer_count of buffer_size"),
-        Symbol("G_write", _field(job, "written"), "elements of the largest sub-group's parameters, on all ranks together"),
-        Symbol("G_file", _field(job, "weights"), "elements of shares of 1 MiB or more, each rounded up to 1 KiB"),
+    swaps = {True: swaps_parameters(job.recipe), False: swaps_optimizer(job.recipe)}
+    return tuple(
+        Symbol(name, _field(job, field), meaning) for name, (field, meaning) in _SYMBOLS.items() if swaps[name in _OF_WEIGHTS]
     )
-    optimizer = (
-        Symbol("G_buf", _field(job, "buffer"), "elements of the largest sub-group, rounded up to 1 KiB"),
-        Symbol("G_few", _field(job, "resident"), "elements of sub-groups under 1 MiB"),
-        Symbol("G_swap", _field(job, "states"), "elements of sub-groups of 1 MiB or more, each rounded up to 1 KiB"),
-        Symbol("G_grad", _field(job, "gradients"), "elements of gradients of 1 MiB or more, each rounded down to 1 KiB"),
-    )
-    return (*(weights if swaps_parameters(job.recipe) else ()), *(optimizer if swaps_optimizer(job.recipe) else ()))

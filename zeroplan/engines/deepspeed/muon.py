@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.sources import STAGE12
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.optimizers import LocalTensor, state_lines
 from zeroplan.engines.rows import Row, in_two_groups, most_touched, numel, of_ranks, share_elements, trained_row
 from zeroplan.errors import SpecError
@@ -83,12 +83,12 @@ def own_matrices(job: "Job") -> Int:
 
 def states_beside_muon(job: "Job") -> tuple[Line, ...]:
     """Return Muon's momenta, the copy into which a step writes them until it is known to succeed, and Adam's states. [bytes]"""
-    n_bytes, formula = job.element * own_matrices(job), times(job.element, "G_muon")
     whole = "of every matrix that reaches into this rank's share, each whole"
-    source = f"{STAGE12}, _muon_momentum_buffer"
+    kept, copied = f"{STAGE12}, _muon_momentum_buffer", f"{STAGE12}, _muon_staging_momentum"
+    momentum = sized(Kind.OPTIMIZER_STATE, job.element, own_matrices(job), f"Muon's momentum {whole}", kept, "G_muon")
     return (
-        Line(Kind.OPTIMIZER_STATE, n_bytes, f"Muon's momentum {whole}", formula, source),
-        Line(Kind.OPTIMIZER_STATE, n_bytes, f"copy of the momentum {whole}", formula, f"{STAGE12}, _muon_staging_momentum"),
+        momentum,
+        momentum._replace(reason=f"copy of the momentum {whole}", source=copied),
         *state_lines("adamw", "fused", (LocalTensor((shares(job)[1],), in_block=False),), job.master, symbol="P_adam"),
     )
 
@@ -96,9 +96,7 @@ def states_beside_muon(job: "Job") -> tuple[Line, ...]:
 def updates(job: "Job") -> Line:
     """Return Muon's updates of whole matrices, from the end of the backward to the step. [bytes]"""
     reason = "Muon's updates of every matrix that reaches into this rank's share, each whole"
-    return Line(
-        Kind.GRADIENTS, job.element * own_matrices(job), reason, times(job.element, "G_muon"), f"{STAGE12}, get_flat_partition"
-    )
+    return sized(Kind.GRADIENTS, job.element, own_matrices(job), reason, f"{STAGE12}, get_flat_partition", "G_muon")
 
 
 def symbols_of_muon(job: "Job") -> tuple[Symbol, ...]:

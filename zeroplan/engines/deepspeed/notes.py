@@ -1,12 +1,17 @@
-"""The gathered elements over a pass under ZeRO-3: the notes of a replay, and their summary."""
+"""The gathered elements over a pass under ZeRO-3: the notes that a coordinator's pass leaves, and their summary."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from copy import copy
+from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.order import BACKWARD, Step
-from zeroplan.engines.rows import Sizes
+from zeroplan.engines.collecting import Highest
+from zeroplan.engines.deepspeed.coordinator import SECOND, Coordinator, Pass, Sent, saved_key
+from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step
+from zeroplan.engines.rows import Row, Sizes, embedding_elements, has_tied_head
+from zeroplan.ledger import Kind
+from zeroplan.numeric import ceil_div
 
 #: Key of the notes on a block's recomputation as a whole; before a module's name, on the gather of this module in it.
 RECOMPUTED = "recomputed"
@@ -25,77 +30,61 @@ class Note(NamedTuple):
     """When its gradients arrive, after autograd has freed its operators' saved tensors."""
 
 
-class Sent(NamedTuple):
-    """The all-gathers of one direction of a pass: sizes, number of calls, and all ranks' scales for 8-bit gathers."""
-
-    sizes: Sizes
-    calls: int
-    scales: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Gathered:
-    """Gathered elements over one pass, including copies; one object per model and options."""
-
-    forward: tuple[int, ...]
-    """The most during each block's forward; with experts, without the extra memory of their gather."""
-    before_experts: tuple[int, ...]
-    """The most in each block until its experts are gathered and have made nothing; 0 without experts."""
-    head_gathering: int
-    """The most while the parameters of final norm and head are gathered, before either has made anything."""
-    head_forward: int
-    """Gathered while the head runs forward."""
-    norm_forward: int
-    """Gathered while the final norm runs forward."""
-    loss: int
-    head: tuple[int, ...]
-    """In the backward: at the loss, the head, the final norm."""
-    past_head: int
-    """The most when a gradient of head or final norm is made, including their gathered parameters."""
-    backward: tuple[tuple[Note, ...], ...]
-    """Notes of each block, in the order of its gradients."""
-    first: int
-    """The most in the forward before the first block."""
-    below: tuple["Note", ...]
-    """Notes of the backward of each module before the first block."""
-    embedding: int
-    end: int
-    """The most from the gather of the embedding for its backward on."""
-    sent_forward: Sent
-    sent_backward: Sent
-    persistent: int
-    n_persistent: int
-    """Elements and number of the parameters that stay gathered between steps."""
-    persistent_sent: Sizes
-    most_read: int = 0
-    """The most parameters from NVMe whose buffers are in use at the same time."""
-    read_twice: bool = False
-    """A parameter is read ahead twice at the same time."""
-    modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
-    """Notes of each block with frozen weights, by module name; and of its recomputation."""
-    head_notes: tuple[Note, ...] = ()
-    """Notes of the modules after the blocks, in the order of their gradients; for a profile."""
-    tied_head: int = 0
-    """Elements of a gradient that waits for the embedding's; for a profile."""
-
-    def is_like(self, other: "Gathered") -> bool:
-        """Whether every note is equal. ``==`` compares identity, which keeps look-ups fast."""
-        return all(getattr(self, field.name) == getattr(other, field.name) for field in fields(self))
-
-
 Noted = tuple[Step, Note]
 
 
-class Taking:
-    """Takes notes while the steps of a pass run."""
+class Gathered:
+    """Gathered elements over one pass, including copies: the notes of its steps. One object per model and options."""
 
-    def __init__(self, n_blocks: int) -> None:
+    def __init__(self, whole: Row) -> None:
+        self.whole, n_blocks = whole, whole.n_blocks
         self.forward = [0] * n_blocks
+        """The most during each block's forward; with experts, without the extra memory of their gather."""
         self.before_experts = [0] * n_blocks
-        self.blocks: list[list[Noted]] = [[] for _ in range(n_blocks)]
-        self.after_blocks: list[Noted] = []
-        self.head_gathering = self.head_forward = self.norm_forward = self.loss = self.embedding = self.first = 0
-        self.below: list[Note] = []
+        """The most in each block until its experts are gathered and have made nothing; 0 without experts."""
+        self.head_gathering = 0
+        """The most while the parameters of final norm and head are gathered, before either has made anything."""
+        self.head_forward = self.norm_forward = 0
+        """Gathered while the head runs forward, and while the final norm does."""
+        self.loss = 0
+        self.head: tuple[int, ...] = ()
+        """In the backward: at the loss, the head, the final norm."""
+        self.past_head = 0
+        """Held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
+        self.backward: tuple[tuple[Note, ...], ...] = ()
+        """Notes of each block, in the order of its gradients."""
+        self.modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
+        """Notes of each block with frozen weights, by module name; and of its recomputation."""
+        self.head_notes: tuple[Note, ...] = ()
+        """Notes of the modules after the blocks, in the order of their gradients; for a profile."""
+        self.first = 0
+        """The most in the forward before the first block."""
+        self.below = list[Note]()
+        """Notes of the backward of each module before the first block."""
+        self.embedding = 0
+        self.end = 0
+        """The most from the gather of the embedding for its backward on."""
+        self.sent_forward, self.sent_backward = Sent(), Sent()
+        self.persistent_sent: Sizes = ()
+        """The parameters that stay gathered between steps."""
+        self.most_read, self.read_twice = 0, False
+        """The most parameters from NVMe whose buffers are in use at the same time; whether one is read ahead twice."""
+        self.tied_head = 0
+        """Elements of a gradient that waits for the embedding's; for a profile."""
+
+    @property
+    def persistent(self) -> int:
+        """Elements of the parameters that stay gathered between steps."""
+        return sum(numel * count for numel, count in self.persistent_sent)
+
+    @property
+    def n_persistent(self) -> int:
+        """The number of these parameters."""
+        return sum(count for _, count in self.persistent_sent)
+
+    def is_like(self, other: "Gathered") -> bool:
+        """Whether every note is equal. ``==`` compares identity, which keeps look-ups fast."""
+        return vars(self) == vars(other)
 
     def in_forward(self, step: Step, gathering: int, during: int) -> None:
         """Note the most while a module's parameters are gathered, and the elements held while it runs."""
@@ -109,31 +98,34 @@ class Taking:
         else:
             self.first = max(self.first, gathering)
 
-    def in_backward(self, step: Step, note: Note) -> None:
-        """Note the elements held around a module's backward."""
-        if step.block == len(self.blocks):
-            self.after_blocks.append((step, note))
-        elif step.block >= 0:
-            self.blocks[step.block].append((step, note))
+    def in_backward(self, steps: Sequence[Noted]) -> None:
+        """Take the notes of all steps of the backward."""
+        blocks: list[list[Noted]] = [[] for _ in self.forward]
+        after_blocks = list[Noted]()
+        for step, note in steps:
+            if step.block >= 0:
+                (after_blocks if step.block == len(blocks) else blocks[step.block]).append((step, note))
+            else:
+                self.embedding = max(self.embedding, note.gathering)
+                self.below += [note] if step.parameters else []
+        self._after_blocks(after_blocks)
+        if all(self.whole.trained):
+            self.backward = tuple(map(per_gradient, blocks))
         else:
-            self.embedding = max(self.embedding, note.gathering)
-            self.below += [note] if step.parameters else []
+            making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
+            self.backward, self.modules = tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
 
-    @property
-    def head(self) -> tuple[int, int, int]:
-        """In the backward: at the loss, the head, the final norm."""
-        head = [note.gathering for _, note in self.after_blocks]
-        return max(head[:-3], default=0), head[-min(3, len(head))], max(head[-2:])
+    def _after_blocks(self, notes: list[Noted]) -> None:
+        head = [note.gathering for _, note in notes]
+        self.head = max(head[:-3], default=0), head[-min(3, len(head))], max(head[-2:])
+        self.past_head = notes[-1][1].during if len(notes) > 2 else 0
+        if self.whole.model.profile is not None:
+            self.head_notes = per_gradient(notes)
+            self.tied_head = embedding_elements(self.whole) if has_tied_head(self.whole) else 0
 
-    @property
-    def past_head(self) -> int:
-        """Elements held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
-        return self.after_blocks[-1][1].during if len(self.after_blocks) > 2 else 0
-
-
-def sizes(counted: Counter[int]) -> Sizes:
-    """Return parameter sizes and their counts, the smallest first."""
-    return tuple(sorted(counted.items()))
+    def _idle(self, step: Step) -> bool:
+        """Whether a module has parameters and makes no gradients."""
+        return bool(step.parameters) and not any(self.whole.trained[index] for index in step.parameters)
 
 
 def per_gradient(notes: Iterable[Noted]) -> tuple[Note, ...]:
@@ -173,3 +165,96 @@ def rising(blocks: Sequence[int], held: Callable[[int], int]) -> tuple[tuple[int
         if not chosen or elements > chosen[-1][1]:
             chosen.append((block, elements))
     return tuple(chosen)
+
+
+@lru_cache(maxsize=64)
+def gathered(one: Pass) -> Gathered:
+    """Return the gathered elements in one pass of the model, with one micro-batch per step.
+
+    A first pass also gathers persistent parameters. It raises SpecError if DeepSpeed cannot quantize a module's shards.
+    """
+    if one.sharing.width:
+        _Replay(one, recording=True, resident=False).decide()
+    return _Replay(one).run() if one.trains else _with_forward_alone(one)
+
+
+def _with_forward_alone(one: Pass) -> Gathered:
+    """Return the gathered elements of a model that runs forwards only: the coordinator's trace ends with the head."""
+    training = one._replace(trains=True)
+    found, alone = copy(gathered(training)), _Replay(training, last_forward=True).run()
+    for name in ("forward", "before_experts", "head_gathering", "head_forward", "norm_forward"):
+        setattr(found, name, getattr(alone, name))
+    found.loss = alone.head_forward
+    return found
+
+
+@lru_cache(maxsize=64)
+def gathered_by_several(one: Pass) -> Gathered | None:
+    """Return the same with several micro-batches per step; None if nothing differs.
+
+    The coordinator decides once, in the first pass with a complete trace, which parameters to release where
+    (``__params_to_release`` is cached). With several micro-batches that pass is the second of the first step, before the step
+    has gathered the persistent parameters.
+    """
+    first = _Replay(one, resident=False)
+    first.decide()
+    several = _Replay(one, decided=first.decided, later=True).run()
+    return None if several.is_like(gathered(one)) else several
+
+
+class _Replay(Coordinator):
+    """A pass of the coordinator that counts elements. Without quantization an element counts as one byte."""
+
+    memory: Highest
+
+    def __init__(
+        self, one: Pass, *, recording: bool = False, resident: bool = True, decided: set[tuple[int, int]] | None = None,
+        later: bool = False, last_forward: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            one, Highest(), element=one.sharing.width or 1, recording=recording, resident=resident, decided=decided,
+            later=later, last_forward=last_forward,
+        )  # fmt: skip
+        self.whole, ways = one.whole, one.options.zero_hpz_partition_size
+        for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
+            n_bytes = 0 if index in self.persistent else self.element * ceil_div(numel, ways)
+            self.memory.request(SECOND, n_bytes, Kind.GATHER, "second partition of a parameter")
+
+    @property
+    def elements(self) -> int:
+        """The gathered elements."""
+        return self.memory.n_bytes // self.element
+
+    def decide(self) -> None:
+        """Run all steps and record only where parameters are released."""
+        for at, step in enumerate(self.steps):
+            self.begin(at)
+            self.release(at, step)
+
+    def release(self, at: int, step: Step) -> None:
+        """End the modules whose end a hook sees before the next module starts."""
+        for freed in step.frees:
+            self.free(at, freed)
+
+    def run(self) -> Gathered:
+        """Run all steps and return the gathered elements."""
+        found, memory, alive, backward = Gathered(self.whole), self.memory, self.memory.alive, list[Noted]()
+        for at, step in enumerate(self.steps):
+            if step.direction == BACKWARD and not self.turned:
+                found.loss = self.elements
+            memory.most = memory.n_bytes
+            self.begin(at)
+            gathering, during = memory.most // self.element, self.elements
+            if not self.turned:
+                self.release(at, step)
+                found.in_forward(step, gathering, during)
+                continue
+            saved = sum([alive.get(saved_key(index), 0) for index in step.parameters]) // self.element
+            self.release(at, step)
+            backward.append((step, Note(step.made, gathering, during, self.elements, during - saved)))
+        if backward:
+            found.in_backward(backward)
+        found.end, found.most_read, found.read_twice = self.elements, self.most_read, self.read_twice
+        found.sent_forward, found.sent_backward = self.sent[FORWARD], self.sent[BACKWARD]
+        found.persistent_sent = tuple(sorted(Counter(self.numel[index] for index in self.persistent).items()))
+        return found

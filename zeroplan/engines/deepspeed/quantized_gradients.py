@@ -5,14 +5,14 @@ that the ranks do not divide, are reduce-scattered one by one. Source: Wang et a
 DeepSpeed 0.19.8, ``runtime/comm/coalesced_collectives.py``, ``all_to_all_quant_reduce``.
 """
 
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
-from zeroplan.engines.collecting import Counts, Memory
-from zeroplan.engines.deepspeed.buckets import Flush, Schedule
+from zeroplan.engines.collecting import Highest, Memory
+from zeroplan.engines.deepspeed.buckets import Flush
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.rows import Row, row
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Collective, Kind, Line
@@ -93,25 +93,13 @@ def _groups(shape: Shape, ranks: int) -> int:
     return max(shape[0], shape[1], ranks)
 
 
-@dataclass(slots=True)
-class _Highest(Counts):
-    """Counts the live bytes, and notes their peak."""
-
-    most: int = 0
-
-    def hold(self, key: Hashable, n_bytes: int) -> None:
-        """Hold memory, and add it to what is under the key."""
-        Counts.hold(self, key, n_bytes)
-        self.most = max(self.most, self.n_bytes)
-
-
 @lru_cache(maxsize=4096)
 def reduction_bytes(shapes: tuple[Shape, ...], split: Split) -> int:
     """Return the peak of reducing these gradients one after the other, without the gradients themselves. [bytes]
 
     Variables hold one gradient's tensors until the next gradient's exist.
     """
-    memory = _Highest()
+    memory = Highest()
     for shape in shapes:
         if is_quantized(shape, split.ranks):
             quantized(memory, shape, split)
@@ -164,14 +152,7 @@ def quantized_line(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, element: i
         return reduction_bytes(shapes, Split(ranks, local, element, kept)) if ranks > local else 0
 
     n_bytes = for_each_value(of, n_ranks)
-    formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
-    return Line(Kind.REDUCE, n_bytes, f"{IN_4_BITS} (qgZ)", formula, QGZ)
-
-
-@lru_cache(maxsize=256)
-def beside_quantized(buckets: Schedule, split: Split) -> tuple[tuple[int, ...], ...]:
-    """Return, per bucket, the memory of its reduction beyond a copy of it, in elements of a weight."""
-    return tuple((reduction_bytes(_shapes(flush), split) // split.element - flush.fill,) for flush in buckets.flushes)
+    return sized(Kind.REDUCE, 1, n_bytes, f"{IN_4_BITS} (qgZ)", QGZ)
 
 
 def sent_bytes(shape: Shape, split: Split) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from zeroplan.engines.deepspeed.stage12_backward import trained
 from zeroplan.engines.deepspeed.stage12_lines import Job, frozen_weights, job_of, own_gradients, symbols
 from zeroplan.engines.deepspeed.stage12_offload import host_lines, host_symbols, way_back
 from zeroplan.engines.deepspeed.wrappers import BF16, ENGINE, FUSED, UNFUSED, all_of, all_reduces, takes_flat_wrapper
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized, times
 from zeroplan.engines.optimizers import LocalTensor, counted, state_lines, step_temporary_lines, whole_tensors
 from zeroplan.engines.outside import buffers_and_pixels
 from zeroplan.engines.passes import Passes, kept_in_a_block, passes
@@ -33,6 +33,7 @@ from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.trace import Entry, Moments, entry_of
 from zeroplan.transformer.params import trained_layout
 
+ZEROS = f"{STAGE12}, initialize_optimizer_states"
 _FLAT_IS_THE_PEAK = (
     "The peak is the construction of the optimizer, where the model and its flat copy lie beside each other; DeepSpeed makes "
     "that copy through host memory where the GPU has no room for both, so it alone does not make the job fail"
@@ -85,7 +86,7 @@ def weights_of(job: Job) -> tuple[Line, ...]:
     master = "weights of this rank's share, fp32" if job.master == 4 else "weights of this rank's share, 16 bits"
     return (
         Line(Kind.PARAMETERS, job.element * job.n_ranks * job.partition, "all weights, flat and padded", flat, STAGE12),
-        Line(Kind.OPTIMIZER_STATE, job.master * job.partition, master, times(job.master, job.share), STAGE12),
+        sized(Kind.OPTIMIZER_STATE, job.master, job.partition, master, STAGE12, job.share),
         *frozen_weights(job),
     )
 
@@ -93,14 +94,11 @@ def weights_of(job: Job) -> tuple[Line, ...]:
 def _init(job: Job, weights: tuple[Line, ...]) -> tuple[Moment, ...]:
     """Return the moments of construction: flattening the model, then making the shard's weights, with gradients once."""
     psi, share = job.whole.n_elements, job.partition
-    arrived = Line(Kind.PARAMETERS, job.element * psi, "the model as it arrived on the GPU", f"{job.element}·Ψ", STAGE12)
+    arrived = sized(Kind.PARAMETERS, job.element, psi, "the model as it arrived on the GPU", STAGE12, "Ψ")
     frozen = frozen_weights(job)
     copied = (arrived, weights[0], *frozen) if job.recipe.deepspeed.flatten_on_accelerator else (weights[0], *frozen)
-    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", f"{job.master}·{job.share}",
-                 f"{STAGE12}, initialize_optimizer_states")  # fmt: skip
-    clone = Line(
-        Kind.TEMPORARY, job.element * share, "copy of the share before its cast", f"{job.element}·{job.share}", STAGE12
-    )
+    zeros = sized(Kind.GRADIENTS, job.master, share, "zero gradients of the share", ZEROS, job.share)
+    clone = sized(Kind.TEMPORARY, job.element, share, "copy of the share before its cast", STAGE12, job.share)
     copied_first = job.element != job.master or offloads_optimizer(job.recipe)
     if offloads_optimizer(job.recipe):
         zeros = on_host(zeros)
@@ -118,10 +116,10 @@ def _init_by_group(job: Job, flat: Line, arrived: Line) -> tuple[Moment, ...]:
     e, m, other = job.element, job.master, job.whole.groups[1]
     (muon, adam), rest = shares(job), other.end - other.start
     on_gpu = job.recipe.deepspeed.flatten_on_accelerator
-    flat_first = Line(Kind.PARAMETERS, e * job.n_ranks * muon, "Muon's matrices, flat and padded", f"{e}·N·P_muon", STAGE12)
-    left = Line(Kind.PARAMETERS, e * rest, "other weights as they arrived on the GPU", f"{e}·{rest}", STAGE12)
-    one = Line(Kind.OPTIMIZER_STATE, m * muon, "weights of this rank's share of Muon's matrices", f"{m}·P_muon", STAGE12)
-    both = Line(Kind.OPTIMIZER_STATE, m * (muon + adam), "weights of this rank's share", f"{m}·{job.share}", STAGE12)
+    flat_first = sized(Kind.PARAMETERS, e, job.n_ranks * muon, "Muon's matrices, flat and padded", STAGE12, "N·P_muon")
+    left = sized(Kind.PARAMETERS, e, rest, "other weights as they arrived on the GPU", STAGE12)
+    one = sized(Kind.OPTIMIZER_STATE, m, muon, "weights of this rank's share of Muon's matrices", STAGE12, "P_muon")
+    both = sized(Kind.OPTIMIZER_STATE, m, muon + adam, "weights of this rank's share", STAGE12, job.share)
     reason, copied = "copy of the share before its cast", e != m
     copies = [Line(Kind.TEMPORARY, e * size * copied, reason, f"{e * copied}·{name}", STAGE12)
               for size, name in ((muon, "P_muon"), (adam, "P_adam"))]  # fmt: skip

@@ -15,7 +15,7 @@ from zeroplan.engines.deepspeed.running import points_of_kinds, running_lines, r
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gradients
 from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
-from zeroplan.engines.formulas import product, times, unless_zero
+from zeroplan.engines.formulas import product, sized, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.passes import Below, Passes, RunPass, kept_bytes, moments_below, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
@@ -226,9 +226,9 @@ class Training(MicroBatch):
 
     def _updating(self, held: Held) -> Lines:
         """Return Muon's updates and its temporaries beside gradients and buckets."""
-        made = Line(Kind.GRADIENTS, held.cast, "Muon's updates so far", product(1, held.cast), UPDATE)
+        made = sized(Kind.GRADIENTS, 1, held.cast, "Muon's updates so far", UPDATE)
         reason = "temporaries of the update of the next matrix"
-        following = Line(Kind.OPTIMIZER_TEMPORARY, held.copy, reason, product(1, held.copy), UPDATE)
+        following = sized(Kind.OPTIMIZER_TEMPORARY, 1, held.copy, reason, UPDATE)
         return (*held_lines(self.job, held._replace(copy=0, cast=0)), made, following)
 
 

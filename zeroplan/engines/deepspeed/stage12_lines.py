@@ -9,7 +9,7 @@ from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.muon import SHARES, row_of_muon, symbols_of_muon
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
-from zeroplan.engines.formulas import product, times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.frozen import frozen_lines, frozen_symbols
 from zeroplan.engines.passes import Passes, kept_symbols
 from zeroplan.engines.precisions import widths
@@ -97,15 +97,14 @@ def own_gradients(job: Job) -> Line:
     if sums_in_fp32(job.recipe):
         return Line(Kind.GRADIENTS, 4 * job.partition, "fp32 gradients of this rank's share", "8·ceil(Ψ/(2·N))", STAGE12)
     reason = "gradients of every parameter that reaches into this rank's share, each whole"
-    line = Line(Kind.GRADIENTS, job.element * job.touched, reason, times(job.element, "G_p"), _KEEP)
+    line = sized(Kind.GRADIENTS, job.element, job.touched, reason, _KEEP, "G_p")
     return on_host(line) if offloads_optimizer(job.recipe) else line
 
 
 def gradient_line(job: Job, elements: Int, reason: str, symbol: str = "") -> Line:
     """Return whole gradients of ``elements`` elements, with ``symbol`` in the formula if given. [bytes]"""
-    formula = times(job.element, symbol) if symbol else product(job.element, elements)
     kind = Kind.UNSHARDED_GRADIENTS if job.recipe.zero_stage else Kind.GRADIENTS  # at stage 0 the optimizer reads them directly
-    return Line(kind, job.element * elements, reason, formula, STAGE12)
+    return sized(kind, job.element, elements, reason, STAGE12, symbol)
 
 
 @lru_cache(maxsize=4096)
@@ -114,4 +113,4 @@ def waiting(buckets: Schedule, element: int, block: int, gradients: int, current
     latest, before = waiting_elements(buckets, block, gradients)
     elements = current + before if current else latest
     reason = "gradient just made, and one that waits outside the bucket"
-    return Line(Kind.UNSHARDED_GRADIENTS, element * elements, reason, product(element, elements), STAGE12)
+    return sized(Kind.UNSHARDED_GRADIENTS, element, elements, reason, STAGE12)

@@ -12,13 +12,15 @@ from zeroplan.engines.deepspeed.gradients import sums_in_fp32
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.sources import SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.pinned import beyond, beyond_symbol, block_bytes, rounding
 from zeroplan.engines.rows import Row, largest_parameter
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, for_each_value, where
 
 _BUFFER = f"{STAGE12}, temp_grad_buffer_for_gpu_offload"
+_TAKEN = f"{STAGE12}, initialize_optimizer_states"
+_ON_HOST = f"{STAGE12}, temp_grad_buffer_for_cpu_offload"
 _WAY_THERE = f"{STAGE12}, param_buffer_of_bit16_for_cpu_offload_groups"
 
 
@@ -27,7 +29,7 @@ def way_back(job: Job) -> tuple[Line, ...]:
     if not offloads_optimizer(job.recipe):
         return ()
     reason = "buffer through which gradients summed on the host come back, as large as the largest parameter"
-    return (Line(Kind.REDUCE, job.element * largest_parameter(job.whole), reason, times(job.element, "G_big"), _BUFFER),)
+    return (sized(Kind.REDUCE, job.element, largest_parameter(job.whole), reason, _BUFFER, "G_big"),)
 
 
 def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -39,13 +41,12 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
         return ()
     element, share = job.element, job.partition
     buffer = "weights of this rank's share on their way to the GPU"
+    one = "buffer for one gradient, as large as the largest parameter"
     return (
         *states,
-        Line(Kind.GRADIENTS, job.master * share, "gradients of this rank's share, as the optimizer takes them",
-             times(job.master, SHARE), f"{STAGE12}, initialize_optimizer_states"),
-        Line(Kind.PARAMETERS, element * share, buffer, times(element, SHARE), _WAY_THERE),
-        Line(Kind.GRADIENTS, element * largest_parameter(job.whole), "buffer for one gradient, as large as the largest parameter",
-             times(element, "G_big"), f"{STAGE12}, temp_grad_buffer_for_cpu_offload"),
+        sized(Kind.GRADIENTS, job.master, share, "gradients of this rank's share, as the optimizer takes them", _TAKEN, SHARE),
+        sized(Kind.PARAMETERS, element, share, buffer, _WAY_THERE, SHARE),
+        sized(Kind.GRADIENTS, element, largest_parameter(job.whole), one, _ON_HOST, "G_big"),
         *_sums(job),
         *temporary,
         *((beyond(_beyond(job)),) if job.recipe.deepspeed.offload_optimizer_pin_memory else ()),

@@ -5,10 +5,8 @@ is computed in fp64. With parameter offload a shard is copied to the GPU before 
 nothing, holds a parameter on the GPU while it is used.
 """
 
-from functools import lru_cache
-
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.deepspeed.buckets import Flush, Schedule
+from zeroplan.engines.deepspeed.buckets import Flush
 from zeroplan.engines.deepspeed.infinity import (
     casts_on_the_way,
     optimizer_in_host,
@@ -21,7 +19,7 @@ from zeroplan.engines.deepspeed.infinity import (
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters, on_host
 from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job
-from zeroplan.engines.formulas import times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.rows import numel
 from zeroplan.ledger import Kind, Line
@@ -49,18 +47,7 @@ def on_the_way(job: Job, flush: Flush) -> tuple[Line, ...]:
     share = ceil_div(max(map(numel, flush.inside)), job.n_ranks)
     cast = job.master * share if job.kept != job.master else 0
     n_bytes = job.kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
-    formula = f"1·{n_bytes}" if isinstance(n_bytes, int) else ""
-    return (Line(Kind.REDUCE, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", formula, _NORM),)
-
-
-@lru_cache(maxsize=256)
-def beside_flushes(buckets: Schedule, element: int) -> tuple[tuple[int, ...], ...]:
-    """Return, per bucket, the memory that takes it to the host, in elements of a weight: on very many ranks, on 8 and on one.
-
-    The number of ranks decides which bucket takes most.
-    """
-    every = (max(map(numel, flush.inside)) for flush in buckets.flushes)
-    return tuple((0, *(ceil_div(largest, ranks) * (element + FP64) // element for ranks in (8, 1))) for largest in every)
+    return (sized(Kind.REDUCE, 1, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", _NORM),)
 
 
 def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -80,9 +67,8 @@ def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) 
         lines += [*optimizer_in_host(job), *temporary]
     elif offloads_optimizer(recipe):
         reason = "gradients of this rank's share, as the optimizer takes them"
-        formula, source = times(job.master, "G_r"), f"{STAGE3}, initialize_optimizer_states"
-        gradient_line = Line(Kind.GRADIENTS, job.master * job.partition, reason, formula, source)
-        lines += [master, *optimizer, gradients, gradient_line, *temporary]
+        taken = sized(Kind.GRADIENTS, job.master, job.partition, reason, f"{STAGE3}, initialize_optimizer_states", "G_r")
+        lines += [master, *optimizer, gradients, taken, *temporary]
     pins = _beyond(job)
     return (*lines, beyond(pins)) if lines and pins is not None else tuple(lines)
 

@@ -13,7 +13,7 @@ from zeroplan.engines.deepspeed.muon import shares, updates
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.sources import FP64, SHARE, STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job, own_gradients
-from zeroplan.engines.formulas import times, unless_zero
+from zeroplan.engines.formulas import sized, times, unless_zero
 from zeroplan.engines.rows import Row, largest_parameter, numel
 from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import Bool, Int, where
@@ -106,7 +106,7 @@ class AddedInFp32(Wrapper):
     def after_backward(self, *, last: bool = True) -> None:
         """``update_hp_grads``, then an all-reduce of all sums, cast."""
         job, memory, reason = self.job, self.memory, "largest gradient cast to fp32"
-        cast = Line(Kind.TEMPORARY, 4 * largest_parameter(job.whole), reason, "4·G_one", f"{BF16}._update_hp_grad")
+        cast = sized(Kind.TEMPORARY, 4, largest_parameter(job.whole), reason, f"{BF16}._update_hp_grad", "G_one")
         memory.hold("made", all_of(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", BF16))
         memory.at("end of backward: gradients added in fp32", Phase.BACKWARD)
         memory.one_after_another(cast, [4 * numel(each) for each in job.whole.placed])
@@ -185,7 +185,7 @@ def takes_flat_wrapper(recipe: RecipeSpec, impl: OptimizerImpl) -> bool:
 
 def all_of(job: Job, kind: Kind, width: int, reason: str, source: str) -> Line:
     """Return a line with this many bytes for every trained element. [bytes]"""
-    return Line(kind, width * job.whole.n_elements, reason, times(width, "Ψ"), source)
+    return sized(kind, width, job.whole.n_elements, reason, source, "Ψ")
 
 
 @lru_cache(maxsize=256)

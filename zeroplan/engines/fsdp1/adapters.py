@@ -6,7 +6,7 @@ backward in reverse forward order, so the first adapter of a block prefetches th
 
 from collections.abc import Iterator
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, frozen_units
 from zeroplan.engines.fsdp1.step import FlatMicroBatch, with_one
 from zeroplan.engines.fsdp2 import buffers, lines
@@ -118,7 +118,7 @@ def _hooked(plan: FlatPlan, blocks: int) -> tuple[Line, ...]:
     each, formula = plan.head.hidden_bytes, plan.head.hidden_formula
     reason = "inputs of the frozen units above and their gradients, which hooks hold until the backward ends"
     count = 2 * blocks - min(1, blocks)
-    return (Line(Kind.ACTIVATIONS, count * each, reason, f"{count}·{formula}", _HELD),)
+    return (sized(Kind.ACTIVATIONS, count, each, reason, _HELD, formula),)
 
 
 def _largest_unit(plan: FlatPlan, run: int) -> Line:
@@ -129,14 +129,14 @@ def _largest_unit(plan: FlatPlan, run: int) -> Line:
         viewed = unit.shard if plan.views_shards and not plan.width.mixed else 0
         largest = maximum(largest, width * (unit.padded + viewed))
     reason = "a matrix of an adapter, while it is used"
-    return Line(Kind.UNSHARDED_PARAMETERS, largest, reason, product(1, largest), _SOURCE)
+    return sized(Kind.UNSHARDED_PARAMETERS, 1, largest, reason, _SOURCE)
 
 
 def _all_units(plan: FlatPlan, run: int) -> Line:
     """Return all units of a block's adapters, unsharded. [bytes]"""
     units = () if plan.options.ignores_adapters else adapter_units(plan, run)
     n_bytes: Int = plan.adapter_bytes * sum(unit.padded for unit in units)
-    return Line(Kind.UNSHARDED_PARAMETERS, n_bytes, "this block's adapters, unsharded", product(1, n_bytes), _SOURCE)
+    return sized(Kind.UNSHARDED_PARAMETERS, 1, n_bytes, "this block's adapters, unsharded", _SOURCE)
 
 
 def _made(plan: FlatPlan, point: BackwardPoint) -> Line:
@@ -144,7 +144,7 @@ def _made(plan: FlatPlan, point: BackwardPoint) -> Line:
     width, done = plan.adapter_bytes, point.gradients - point.current_gradient
     if plan.options.ignores_adapters:
         whole = plan.width.stored * point.gradients
-        return Line(Kind.GRADIENTS, whole, "adapters' gradients of this block, whole", product(1, whole), IGNORED)
+        return sized(Kind.GRADIENTS, 1, whole, "adapters' gradients of this block, whole", IGNORED)
     n_bytes = plan.width.stored * ceil_div(done, plan.n) + 2 * width * point.current_gradient
     reason = "adapters' gradients: shards of those that are reduced, and the one that is made"
-    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, product(1, n_bytes), _SOURCE)
+    return sized(Kind.UNSHARDED_GRADIENTS, 1, n_bytes, reason, _SOURCE)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from zeroplan.engines.formulas import blocks_sum, product
+from zeroplan.engines.formulas import blocks_sum, sized
 from zeroplan.engines.fsdp2.groups import Cut, Group, cut_of
 from zeroplan.engines.fsdp2.plan import Plan, plan_of, sum_of
 from zeroplan.engines.optimizers import LocalTensor
@@ -109,7 +109,7 @@ class FlatPlan(Plan):
             shards = shards + layers * group.shard
         reason = "gradients of frozen units, allocated in host memory and not used"
         n_bytes = self.frozen_width * shards
-        return Line(Kind.GRADIENTS, n_bytes, reason, product(1, n_bytes), _CPU_GRAD)
+        return sized(Kind.GRADIENTS, 1, n_bytes, reason, _CPU_GRAD)
 
     @property
     def views_shards(self) -> bool:
@@ -127,7 +127,7 @@ class FlatPlan(Plan):
         shards: Int = sum(count * group.shard for count, group in zip(layers, groups, strict=True))
         letters = " + ".join(f"{count}·P_{group.symbol}/N" for count, group in zip(layers, groups, strict=True))
         reason = "shards of these blocks, copied from the host"
-        return (Line(Kind.GATHER, width * shards, reason, f"{width}·({letters})", _VIEWED),)
+        return (sized(Kind.GATHER, width, shards, reason, _VIEWED, f"({letters})"),)
 
     def flat(self, group: Group) -> Int:
         """Return the elements of a unit's flat parameter, and so of its flat gradient. [elements]"""

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, cast
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp1.flat import FlatPlan
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Group
@@ -225,7 +225,7 @@ def copied_in_vain(plan: Plan, group: Group) -> tuple[Line, ...]:
 def made_gradients(plan: Plan, group: Group) -> tuple[Line]:
     """Return the gradients of a unit's parameters before they are concatenated. [bytes]"""
     width = plan.width.compute
-    return (Line(Kind.UNSHARDED_GRADIENTS, width * group.numel, "this block's, made", f"{width}·G_{group.symbol}", SPLIT),)
+    return (sized(Kind.UNSHARDED_GRADIENTS, width, group.numel, "this block's, made", SPLIT, f"G_{group.symbol}"),)
 
 
 def joined(plan: Plan, group: Group) -> tuple[Line]:
@@ -247,10 +247,10 @@ def left(plan: Plan, group: Group) -> tuple[Line, ...]:
 def reduced(plan: Plan, group: Group, kind: Kind) -> tuple[Line, ...]:
     """Return this rank's shard of a reduction's result and, if the parameters have another dtype, its cast. [bytes]"""
     wide, stored, share = plan.reduce_bytes, plan.width.stored, f"P_{group.symbol}/N"
-    output = Line(kind, wide * group.shard, "reduce-scatter output", f"{wide}·{share}", REDUCE)
+    output = sized(kind, wide, group.shard, "reduce-scatter output", REDUCE, share)
     if wide == stored:
         return (output,)
-    return output, Line(kind, stored * group.shard, "reduce-scatter output, cast", f"{stored}·{share}", REDUCE)
+    return output, sized(kind, stored, group.shard, "reduce-scatter output, cast", REDUCE, share)
 
 
 def to_reduce(plan: Plan, group: Group) -> tuple[Line, ...]:
@@ -261,5 +261,5 @@ def to_reduce(plan: Plan, group: Group) -> tuple[Line, ...]:
         made.append(Line(Kind.REDUCE, wide * flat.flat(group), "the flat gradient, cast", formula, REDUCE))
     if not flat.options.use_orig_params:
         n_bytes: Int = where(group.padded > group.numel, wide * group.padded, 0)
-        made.append(Line(Kind.REDUCE, n_bytes, "the flat gradient, padded", product(1, n_bytes), REDUCE))
+        made.append(sized(Kind.REDUCE, 1, n_bytes, "the flat gradient, padded", REDUCE))
     return tuple(made)

@@ -1,6 +1,6 @@
 """FSDP2's buffers, one line each: gathered and unsharded parameters, kept activations, reduce-scatter inputs and outputs."""
 
-from zeroplan.engines.formulas import blocks_sum, kept_by, product
+from zeroplan.engines.formulas import blocks_sum, kept_by, product, sized
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.sources import FLOWING, KEPT
@@ -28,8 +28,7 @@ def outside_unsharded(plan: Plan) -> tuple[Line, ...]:
     """Return all units outside the blocks, while they are unsharded. [bytes]"""
     width, reason = plan.width.compute, "embedding, final norm and head, from forward to the end of backward"
     return tuple(
-        Line(Kind.UNSHARDED_PARAMETERS, width * group.padded, reason, f"{width}·P_{group.symbol}", COPY_OUT)
-        for group in plan.outside
+        sized(Kind.UNSHARDED_PARAMETERS, width, group.padded, reason, COPY_OUT, f"P_{group.symbol}") for group in plan.outside
     )
 
 
@@ -103,7 +102,7 @@ def cast_early(plan: Plan, *, normed: bool = True) -> tuple[Line, ...]:
 def reduce_input(plan: Plan, group: Group, reason: str) -> Line:
     """Return a reduce-scatter input: the whole group in the reduction's dtype."""
     width = plan.reduce_bytes
-    return Line(Kind.REDUCE, width * group.padded, reason, f"{width}·{group.whole}", REDUCE)
+    return sized(Kind.REDUCE, width, group.padded, reason, REDUCE, group.whole)
 
 
 def reduce_output_bytes(plan: Plan, group: Group) -> Int:

@@ -5,7 +5,7 @@ from functools import lru_cache, partial
 from itertools import zip_longest
 from typing import NamedTuple
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
@@ -300,7 +300,7 @@ def shards_of(outside: Iterable[Group], blocks: Iterable[Group], layers: Iterabl
 
 
 def _parameter_line(elements: Int, width: int, which: str, symbol: str) -> Line:
-    return Line(Kind.PARAMETERS, width * elements, f"this rank's chunk of {which}", f"{width}·{symbol}", SHARD)
+    return sized(Kind.PARAMETERS, width, elements, f"this rank's chunk of {which}", SHARD, symbol)
 
 
 def on_host(line: Line) -> Line:

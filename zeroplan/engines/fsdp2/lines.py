@@ -1,6 +1,6 @@
 """The lines of one parameter group in an FSDP2 step: its buffers, its gradients and their reduction."""
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.fsdp2.buffers import ALONE, COPY_OUT, GATHER, POST_FORWARD, reduce_output_width, smaller_shard
 from zeroplan.engines.fsdp2.groups import Group, ParamGroup
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
@@ -127,9 +127,7 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
         return ()
     width = plan.width.compute
     reason = "this block's smaller shard, until it is copied out"
-    return (
-        Line(Kind.UNSHARDED_PARAMETERS, width * smaller_shard(plan, unit), reason, f"{width}·Q_{unit.symbol}", POST_FORWARD),
-    )
+    return (sized(Kind.UNSHARDED_PARAMETERS, width, smaller_shard(plan, unit), reason, POST_FORWARD, f"Q_{unit.symbol}"),)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
@@ -138,7 +136,7 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
 def reduce_input(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return the input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
     width = plan.reduce_bytes
-    return (Line(Kind.REDUCE, width * group.padded, f"{group.words}, reduce-scatter input", f"{width}·{group.whole}", REDUCE),)
+    return (sized(Kind.REDUCE, width, group.padded, f"{group.words}, reduce-scatter input", REDUCE, group.whole),)
 
 
 def copied_width(plan: Plan) -> tuple[Int, str]:

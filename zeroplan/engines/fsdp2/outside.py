@@ -1,6 +1,6 @@
 """The lines of an FSDP2 step outside the blocks, all gradients, and the end of the backward."""
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.fsdp2 import buffers, lines, predictions
 from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula, sum_of
@@ -88,14 +88,14 @@ def made_by_the_ending(plan: Plan) -> tuple[Line, ...]:
         return plan.head.output
     normal = plan.head.hidden_bytes // plan.width.compute * 4
     line = buffers.flowing(plan, "output of the final norm")._replace(kind=Kind.TEMPORARY)
-    wide = Line(Kind.TEMPORARY, normal, "output of the final norm in fp32", product(1, normal), line.source)
+    wide = sized(Kind.TEMPORARY, 1, normal, "output of the final norm in fp32", line.source)
     return line, wide
 
 
 def cast_of(plan: Plan, point: BackwardPoint) -> Line:
     """Return the head's gradient from one chunk of the loss, cast on arrival. [bytes]"""
-    n_bytes, formula = plan.reduce_bytes * point.current_gradient, product(plan.reduce_bytes, point.current_gradient)
-    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "the head's gradient from a chunk, cast", formula, buffers.CAST)
+    reason = "the head's gradient from a chunk, cast"
+    return sized(Kind.UNSHARDED_GRADIENTS, plan.reduce_bytes, point.current_gradient, reason, buffers.CAST)
 
 
 def made_before_blocks(plan: Plan) -> Line:
@@ -152,8 +152,7 @@ def backward_of_the_embedding(plan: Plan, trace: Trace) -> None:
 
 
 def _sum(plan: Plan) -> Line:
-    n_bytes, formula = plan.width.compute * plan.waiting_elements, product(plan.width.compute, plan.waiting_elements)
-    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _SUM, formula, INPUT_BUFFER)
+    return sized(Kind.UNSHARDED_GRADIENTS, plan.width.compute, plan.waiting_elements, _SUM, INPUT_BUFFER)
 
 
 def summed_up(at: AtEmbedding) -> tuple[Line, Line]:
@@ -179,7 +178,7 @@ def of_a_split_embedding(plan: Plan, at: AtEmbedding, trace: Trace, root: int) -
     trace.put("whole gradient", whole)
     trace.drop("gathered gradient")
     width, own = plan.width.compute, plan.embedding_elements
-    share = Line(Kind.UNSHARDED_GRADIENTS, width * own, "this rank's share of it", product(width, own), REDUCE)
+    share = sized(Kind.UNSHARDED_GRADIENTS, width, own, "this rank's share of it", REDUCE)
     trace.at("backward of the embedding: this rank's share", Phase.BACKWARD)
     trace.put("share", share)
     if waiting:

@@ -3,6 +3,7 @@
 :mod:`zeroplan.transformer.predictions` has most of them. Without ``predictions`` in the model all are empty.
 """
 
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.ledger import Kind, Line
 
@@ -20,10 +21,7 @@ def _experts(plan: Plan) -> tuple[Line, ...]:
         return ()
     reason, width = "experts of the predictions, unsharded until their backward", plan.width.compute
     return tuple(
-        Line(
-            Kind.UNSHARDED_PARAMETERS, run.layers * width * group.experts.padded, reason,
-            f"{run.layers}·{width}·X_{group.symbol}", EXPERTS,
-        )
+        sized(Kind.UNSHARDED_PARAMETERS, run.layers, width * group.experts.padded, reason, EXPERTS, f"{width}·X_{group.symbol}")
         for run, group in zip(plan.runs, plan.blocks, strict=True)
         if run.kind.endswith("ahead") and group.experts is not None
     )  # fmt: skip

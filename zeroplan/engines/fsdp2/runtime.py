@@ -229,7 +229,7 @@ class Runtime:
 
     def post_backward(self, unit: Unit) -> None:
         """``FSDPParamGroup.post_backward``: reshard a group and reduce its gradients; a block's experts first."""
-        for index, group in reversed(list(enumerate(unit.parts.trained))):
+        for index, group in self.order_of_reductions(unit):
             experts = " the experts of" if group.are_experts else ""
             self.memory.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
             self.memory.drop(unit.unsharded(index))
@@ -241,6 +241,10 @@ class Runtime:
             if group.numel:
                 self.foreach_reduce(unit, index, group)
         self.memory.drop("shard of the experts")
+
+    def order_of_reductions(self, unit: Unit) -> list[tuple[int, ParamGroup]]:
+        """Return a unit's groups in the order of their reductions: as autograd's hooks run, the last first."""
+        return list(enumerate(unit.parts.trained))[::-1]
 
     @property
     def reduces(self) -> bool:

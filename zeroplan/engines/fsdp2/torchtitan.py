@@ -9,7 +9,7 @@ it is made before the forward.
 
 from typing import TYPE_CHECKING, TypeAlias
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.plan import REDUCE
 from zeroplan.engines.precisions import compute_of
@@ -26,6 +26,7 @@ from zeroplan.transformer.families.ending import CHUNKS
 from zeroplan.transformer.families.torchtitan import LAYER, NORM, rotations
 from zeroplan.transformer.families.traced import torchtitan_block
 from zeroplan.transformer.families.widths import Widths, widths
+from zeroplan.transformer.recomputed import first_recomputed
 from zeroplan.transformer.symbols import T
 
 if TYPE_CHECKING:
@@ -41,14 +42,16 @@ DOCUMENTS = "torchtitan 0.3.0, models/common/attention.py, get_efficient_causal_
 ACCUMULATED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.accumulate_unsharded_grad_if_needed"
 
 
-def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[BlockPass, HeadPass, Line]:
-    """Return one forward and backward pass of a block, and of the part outside; and the model's table of rotations."""
+def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[tuple[BlockPass, ...], HeadPass, Line]:
+    """Return one forward and backward pass of each run's block, and of the part outside; and the model's table of rotations."""
     x, fused = widths(model, compute_of(recipe), batch), compute_of(recipe).fused
-    block = torchtitan_block(model, x, recipe.recompute, fused, recipe.fsdp2.modules)
+    plain = tuple([one for one in fused if not one.startswith("float8-")])
+    kinds = (fused,) if first_recomputed(model, recipe) is None else (fused, plain)
+    blocks = tuple([torchtitan_block(model, x, recipe.recompute, one, recipe.fsdp2.modules) for one in kinds])
     compiled = COMPILED_LOSS in recipe.fused_parts
     if recipe.fsdp2.modules == "torchtitan-0.3":
-        return block, _chunked(x, model.vocab_size, batch, compiled=compiled), rotations(x, model.num_hidden_layers)
-    return block, _head_pass(x, model.vocab_size, batch, compiled=compiled), rotations(x)
+        return blocks, _chunked(x, model.vocab_size, batch, compiled=compiled), rotations(x, model.num_hidden_layers)
+    return blocks, _head_pass(x, model.vocab_size, batch, compiled=compiled), rotations(x)
 
 
 def _head_pass(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPass:
@@ -79,12 +82,12 @@ def _of_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
 
 def _of_compiled_loss(x: Widths, vocab: int, logits: Line) -> _Loss:
     """It saves the logits, and its backward writes one gradient, of their dtype."""
-    rows = Line(Kind.LOGITS, 8 * x.tokens, "maximum and log-sum of each token's logits, fp32", "8·T", COMPILED)
+    rows = sized(Kind.LOGITS, 8, x.tokens, "maximum and log-sum of each token's logits, fp32", COMPILED, "T")
     return (logits, rows), (logits, rows), (_logits(x, vocab, "gradient of the logits"),)
 
 
 def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
-    held = Line(Kind.ACTIVATIONS, 16 * x.tokens, "input ids and labels, int64", "16·T", LOOP)
+    held = sized(Kind.ACTIVATIONS, 16, x.tokens, "input ids and labels, int64", LOOP, "T")
     times = batch.grad_accum_steps - 1
     earlier = Line(Kind.ACTIVATIONS, 8 * x.tokens * times, "input ids of earlier micro-batches", f"{times}·8·T", EARLIER)
     return held, earlier
@@ -93,7 +96,7 @@ def _held_by_the_loop(x: Widths, batch: Batch) -> tuple[Line, Line]:
 def _saved(x: Widths) -> tuple[Line, Line, Line]:
     return (
         Line(Kind.ACTIVATIONS, x.element * x.tokens * x.hidden, "final norm: its input", "e·T·h", NORM),
-        Line(Kind.ACTIVATIONS, 4 * x.tokens, "final norm: reciprocal root mean square", "4·T", NORM),
+        sized(Kind.ACTIVATIONS, 4, x.tokens, "final norm: reciprocal root mean square", NORM, "T"),
         Line(Kind.ACTIVATIONS, x.element * x.tokens * x.hidden, "input of the head", "e·T·h", LAYER),
     )
 
@@ -119,7 +122,7 @@ def _logits(x: Widths, vocab: int, reason: str) -> Line:
 
 
 def _wide(x: Widths, vocab: int, reason: str) -> Line:
-    return Line(Kind.LOGITS, 4 * x.tokens * vocab, reason, "4·T·V", LOSS)
+    return sized(Kind.LOGITS, 4, x.tokens * vocab, reason, LOSS, "T·V")
 
 
 # --- release 0.3 -------------------------------------------------------------------------------------------------------------
@@ -173,14 +176,12 @@ def _while_chunks_run(x: Widths, batch: Batch) -> tuple[Line, ...]:
             CHUNKED,
         ),
         Line(Kind.LOGITS, several * 8 * x.tokens, "chunks of the labels, int64", "min(1, b-1)·8·T", CHUNKED),
-        Line(
-            Kind.ACTIVATION_GRADIENTS, 4 * x.tokens * x.hidden, "gradients of the head's input, fp32 buffer", "4·T·h", CHUNKED
-        ),
+        sized(Kind.ACTIVATION_GRADIENTS, 4, x.tokens * x.hidden, "gradients of the head's input, fp32 buffer", CHUNKED, "T·h"),
     )
 
 
 def _held_since_0_3(x: Widths, batch: Batch) -> tuple[Line, ...]:
-    held = Line(Kind.ACTIVATIONS, 24 * x.tokens, "input ids, labels and positions, int64", "24·T", LOOP_SINCE_0_3)
+    held = sized(Kind.ACTIVATIONS, 24, x.tokens, "input ids, labels and positions, int64", LOOP_SINCE_0_3, "T")
     alone = 1 - minimum(1, batch.micro_batch_size - 1)
     reason, formula = "where each token's document is, int32, in the mask", "4·T·(1 + max(0, 2-b))"
     documents = Line(Kind.ACTIVATIONS, 4 * x.tokens * (1 + alone), reason, formula, DOCUMENTS)
@@ -218,7 +219,7 @@ def _later_chunk(run: "MicroBatch") -> None:
 
 
 def _of_the_head(width: int, head: BackwardPoint, reason: str, source: str) -> Line:
-    return Line(Kind.UNSHARDED_GRADIENTS, width * head.gradients, reason, product(width, head.gradients), source)
+    return sized(Kind.UNSHARDED_GRADIENTS, width, head.gradients, reason, source)
 
 
 def _reduce_the_head(run: "MicroBatch", unit: "Unit") -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.megatron.inputs import BATCH, BERT, MASK, REPORT, width_of_embedding
 from zeroplan.engines.megatron.last_tokens import kept_of_last_tokens, last_tokens_backward
 from zeroplan.engines.megatron.parameters import head_of, padded_vocabulary
@@ -59,8 +60,8 @@ def each_token(rank: Rank, job: Job) -> Iterator[Line]:
     tokens = ceil_div(batch.micro_batch_size * batch.seq_len, job.mesh.cp)
     whole = BATCH if job.recipe.megatron.pretrains == "gpt" else 4 + width_of_embedding(job)
     width = whole if rank.at else whole - width_of_embedding(job)
-    yield Line(Kind.ACTIVATIONS, width * tokens, "labels and the rest of the batch", f"{width}·ceil(T/C)", MASK)
-    yield Line(Kind.LOGITS, _TARGETS * tokens, "what the loss has per token", f"{_TARGETS}·ceil(T/C)", TARGETS)
+    yield sized(Kind.ACTIVATIONS, width, tokens, "labels and the rest of the batch", MASK, "ceil(T/C)")
+    yield sized(Kind.LOGITS, _TARGETS, tokens, "what the loss has per token", TARGETS, "ceil(T/C)")
     wide, own = 8 if job.model.family in UNGATED else 4, own_part(batch.micro_batch_size * batch.seq_len, job)
     formula = f"{wide}·{own_part_formula('T', job.recipe)}"
     yield Line(Kind.ACTIVATIONS, wide * own, "statistics of the final norm", formula, REPORT)
@@ -89,7 +90,7 @@ def other_losses(job: Job) -> Iterator[Line]:
         return
     inputs = own_part(3 * e * tokens * job.model.hidden_size, job)
     what = "of multi-token prediction, inputs of final norm and head, and of its hidden states' norm"
-    yield Line(Kind.LOGITS, modules * inputs, what, f"{modules}·{own_part_formula('3·e·T·h', recipe)}", PREDICTED)
+    yield sized(Kind.LOGITS, modules, inputs, what, PREDICTED, own_part_formula("3·e·T·h", recipe))
     in_place = recipe.megatron.cross_entropy_fusion_impl == "te" and recipe.megatron.transformer_engine_release != "2.18"
     kept = _logits(e if in_place else 4, job, "of multi-token prediction, logits of its loss", CROSS_ENTROPY)
     yield kept._replace(n_bytes=modules * kept.n_bytes, formula=f"{modules}·{kept.formula}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.megatron.whole_matrices import Owned
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, maximum, where
@@ -14,9 +15,9 @@ ITERATES = "Emerging-Optimizers 2026-08, orthogonalized_optimizers/muon_utils.py
 
 def muon_states(owned: Owned) -> Iterator[Line]:
     """Yield Muon's momentum of matrices, and Adam's states of all other parameters. [bytes]"""
-    yield Line(Kind.OPTIMIZER_STATE, 4 * owned.matrices, "Muon's momentum of matrices", "4·Y_own", MUON)
+    yield sized(Kind.OPTIMIZER_STATE, 4, owned.matrices, "Muon's momentum of matrices", MUON, "Y_own")
     reason = "Adam's momentum and variance of embedding, head and vectors"
-    yield Line(Kind.OPTIMIZER_STATE, 8 * owned.others, reason, "8·A_own", MUON)
+    yield sized(Kind.OPTIMIZER_STATE, 8, owned.others, reason, MUON, "A_own")
 
 
 def muon_step(job: Job) -> Line:

@@ -6,6 +6,7 @@ A share of the parameters is updated by the CPU, from copies in host memory. Rea
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.megatron.muon import largest_matrices
 from zeroplan.engines.megatron.parameters import table_of
 from zeroplan.engines.megatron.rank import Rank, updated_by
@@ -35,15 +36,15 @@ def host_lines(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield what is in host memory: fp32 weights, pinned fp32 gradients, and both moments. [bytes]"""
     if job.recipe.megatron.optimizer_offload_fraction:
         on_host = _tensors_on_host(rank, job)
-        yield Line(Kind.OPTIMIZER_STATE, 12 * on_host, "fp32 weights, momentum and variance", "12·U_host", HYBRID)
-        yield Line(Kind.GRADIENTS, 4 * on_host, "fp32 gradients for the CPU's optimizer, pinned", "4·U_host", HYBRID)
+        yield sized(Kind.OPTIMIZER_STATE, 12, on_host, "fp32 weights, momentum and variance", HYBRID, "U_host")
+        yield sized(Kind.GRADIENTS, 4, on_host, "fp32 gradients for the CPU's optimizer, pinned", HYBRID, "U_host")
 
 
 def copied_back(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the fp32 copy on the GPU of the largest tensor that comes back from host memory: torch converts it there. [bytes]"""
     if job.recipe.megatron.optimizer_offload_fraction:
         most = _largest(rank, job)
-        yield Line(Kind.OPTIMIZER_TEMPORARY, 4 * most, "fp32 copy of the largest updated tensor", "4·U_back", HYBRID)
+        yield sized(Kind.OPTIMIZER_TEMPORARY, 4, most, "fp32 copy of the largest updated tensor", HYBRID, "U_back")
 
 
 def _largest(rank: Rank, job: Job) -> Int:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.megatron.made_gradients import NANOTRON
 from zeroplan.engines.megatron.muon import muon_states
 from zeroplan.engines.megatron.on_host import states_on_gpu
@@ -33,24 +34,24 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
         in_fp8 = "Q_own" if recipe.zero_stage == WEIGHTS_TOO else "Q_8"
         weights, named = weights - narrow, f"({named} - {in_fp8})" if recipe.megatron.fp8_param_gather else named
         yield line
-    yield Line(Kind.PARAMETERS, width.weight * weights, f"{width.name} weights", f"{width.weight}·{named}", STATES)
+    yield sized(Kind.PARAMETERS, width.weight, weights, f"{width.name} weights", STATES, named)
     if job.model.adapter is not None:
-        yield Line(Kind.PARAMETERS, width.weight * rank.frozen, "frozen weights", f"{width.weight}·F_rank", FROZEN)
+        yield sized(Kind.PARAMETERS, width.weight, rank.frozen, "frozen weights", FROZEN, "F_rank")
     gradients, named = (share, shared) if recipe.zero_stage >= GRADIENTS_TOO else whole
     reason = "main gradients, which micro-batches add up in"
-    yield Line(Kind.GRADIENTS, width.gradient * gradients, reason, f"{width.gradient}·{named}", STATES)
+    yield sized(Kind.GRADIENTS, width.gradient, gradients, reason, STATES, named)
     if (buckets := recipe.megatron.gradients_beside - recipe.megatron.main_weights) > 0:
         reason = "buckets of gradients in 16 bits, which stay"
         yield Line(Kind.GRADIENTS, 2 * buckets * whole[0], reason, f"{2 * buckets}·{whole[1]}", NANOTRON)
     share, shared = states_on_gpu(rank, job)
     if width.master:
         reason = "fp32 copy of the weights" if width.master == 4 else "main weights in 16 bits, or what they have beyond bf16"
-        yield Line(Kind.OPTIMIZER_STATE, width.master * share, reason, f"{width.master}·{shared}", OPTIMIZER)
+        yield sized(Kind.OPTIMIZER_STATE, width.master, share, reason, OPTIMIZER, shared)
     if rank.muon is not None:
         yield from muon_states(rank.muon)
         return
     both = 8 if recipe.megatron.optimizer_offload_fraction else _moments(recipe)
-    yield Line(Kind.OPTIMIZER_STATE, both * share, "momentum and variance", f"{both}·{shared}", OPTIMIZER)
+    yield sized(Kind.OPTIMIZER_STATE, both, share, "momentum and variance", OPTIMIZER, shared)
 
 
 def _in_buffers(rank: Rank) -> tuple[Int, str]:
@@ -106,4 +107,4 @@ def step_lines(rank: Rank, job: Job) -> tuple[Line, ...]:
         reason, source = "moments and main weights in fp32, for the step", UNSCALED
     else:
         reason, source = "fp32 copies of the gradients, until they are set to zero", COPIES
-    return (Line(Kind.OPTIMIZER_TEMPORARY, n_bytes * share, reason, f"{n_bytes}·{shared}", source),)
+    return (sized(Kind.OPTIMIZER_TEMPORARY, n_bytes, share, reason, source, shared),)

@@ -7,7 +7,7 @@ it is reduced (torch 2.13, ``torch/distributed/fsdp/_fully_shard/_fsdp_param.py`
 
 from collections.abc import Iterable
 
-from zeroplan.engines.formulas import product, several
+from zeroplan.engines.formulas import product, several, sized
 from zeroplan.engines.fsdp2 import buffers
 from zeroplan.engines.fsdp2.buffers import kept
 from zeroplan.engines.fsdp2.groups import Group, param_groups
@@ -34,8 +34,7 @@ def stays_unsharded(plan: Plan, *, whole: bool) -> tuple[Group, ...]:
 def unsharded_parameters(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...] = ()) -> Line:
     """Return the unsharded parameters of these layers and of ``outside`` units. [bytes]"""
     elements = sum([group.padded for group in outside]) + weighted(layers, [group.padded for group in plan.blocks])
-    n_bytes = plan.width.compute * elements
-    return Line(Kind.UNSHARDED_PARAMETERS, n_bytes, reason, product(plan.width.compute, elements), UNSYNCED)
+    return sized(Kind.UNSHARDED_PARAMETERS, plan.width.compute, elements, reason, UNSYNCED)
 
 
 def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
@@ -51,7 +50,7 @@ def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
             own = group.gathers * width * group.padded + total_bytes(copying_out(plan, unit, group)) * group.are_experts
             most = maximum(most, own - missing)
             missing = missing + (1 - group.gathers) * width * group.padded
-    return together, Line(Kind.GATHER, most, "the buffer of the group that is copied out", product(1, most), AT_ONCE)
+    return together, sized(Kind.GATHER, 1, most, "the buffer of the group that is copied out", AT_ONCE)
 
 
 def flowing_line(stage: StagePlan, reason: str, count: int = 1) -> Line:
@@ -95,14 +94,14 @@ def accumulated(
     """Return the whole gradients of layers and of units outside them, in the reduction's dtype. [bytes]"""
     in_layers = weighted(layers, [group.numel for group in plan.trained_blocks])
     elements = sum(elements_of(plan, group) for group in outside) + in_layers
-    n_bytes, formula = plan.reduce_bytes * elements, product(plan.reduce_bytes, elements)
-    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, f"{whose} whole gradients, not reduced yet", formula, ACCUMULATE)
+    reason = f"{whose} whole gradients, not reduced yet"
+    return sized(Kind.UNSHARDED_GRADIENTS, plan.reduce_bytes, elements, reason, ACCUMULATE)
 
 
 def reduced(plan: Plan, layers: tuple[int, ...], reason: str, outside: tuple[Group, ...]) -> Line:
     """Return this rank's gradient shards of layers and of units outside them; nothing if they are on the host. [bytes]"""
     elements = 0 if plan.offloaded else plan.trained_shards(layers, outside)
-    return in_elements(Line(Kind.GRADIENTS, plan.width.stored * elements, reason, source=REDUCE), plan.width.stored)
+    return sized(Kind.GRADIENTS, plan.width.stored, elements, reason, REDUCE)
 
 
 def named_bytes(plan: Plan, width: int, last: int) -> Int:
@@ -122,7 +121,7 @@ def as_made(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
 def root_gradients(plan: Plan, made: int, current: int = 0) -> Line:
     """Return the gradients of parameters outside the blocks. [bytes]"""
     line = buffers.root_gradients(plan, made, current)
-    return in_elements(line._replace(n_bytes=made_bytes(plan, made, current)), plan.width.compute)
+    return plain(line._replace(n_bytes=made_bytes(plan, made, current)))
 
 
 def made_bytes(plan: Plan, made: int, current: int) -> Int:
@@ -145,12 +144,6 @@ def made_line(plan: Plan, n_bytes: Int, reason: str) -> Line:
 def plain(line: Line) -> Line:
     """Return the line with its bytes as formula, since stages use one name for several sizes."""
     return line._replace(formula=product(1, line.n_bytes))
-
-
-def in_elements(line: Line, width: int) -> Line:
-    """Return the line with a formula: this many bytes times the elements of this rank's stages."""
-    kind, n_bytes, reason, _, source, tag = line
-    return Line(kind, n_bytes, reason, product(width, n_bytes // width), source, tag)
 
 
 def sizes_of_block(plan: Plan, run: int) -> tuple[int, ...]:
@@ -216,10 +209,9 @@ def taking_its_share(plan: Plan, alive: tuple[Line, ...]) -> Moment:
     unsharded, gradients = plan.width.compute * group.padded, elements_of(plan, plan.trained_outside[0])
     share = reduced * plan.embedding_elements
     lines = (
-        Line(Kind.UNSHARDED_PARAMETERS, unsharded, "the root group, unsharded", product(1, unsharded), REDUCE),
-        Line(Kind.UNSHARDED_GRADIENTS, reduced * gradients, "the root group's, of the whole embedding",
-             product(reduced, gradients), ACCUMULATE),
-        Line(Kind.UNSHARDED_GRADIENTS, share, "this rank's share of the embedding's", product(1, share), REDUCE),
+        sized(Kind.UNSHARDED_PARAMETERS, 1, unsharded, "the root group, unsharded", REDUCE),
+        sized(Kind.UNSHARDED_GRADIENTS, reduced, gradients, "the root group's, of the whole embedding", ACCUMULATE),
+        sized(Kind.UNSHARDED_GRADIENTS, 1, share, "this rank's share of the embedding's", REDUCE),
     )  # fmt: skip
     return Moment("reducing the root group: this rank's share", Phase.BACKWARD, (*alive, *lines))
 

@@ -9,7 +9,7 @@ and, under a schedule, reduced first; the experts follow. Only the second reduct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zeroplan.engines.fsdp2 import buffers
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.buffers import reduce_input, reduce_output_bytes
 from zeroplan.engines.fsdp2.groups import Apart, Group, param_groups
 from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
@@ -17,7 +17,6 @@ from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.pipeline.lines import (
     accumulated,
     as_made,
-    in_elements,
     named_bytes,
     plain,
     reduced,
@@ -28,7 +27,7 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import maximum
 
 
 class _Reduction(NamedTuple):
@@ -117,8 +116,8 @@ class _Reducing:
         plan = self.plan
         n_bytes = maximum(self.width * group.numel, reduce_output_bytes(plan, group) + named_bytes(plan, self.width, last))
         reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
-        made = in_elements(Line(Kind.UNSHARDED_GRADIENTS, n_bytes, reason, source=REDUCE), plan.width.compute)
-        into = in_elements(buffers.reduce_input(plan, group, "reduce-scatter input"), plan.reduce_bytes)
+        made = sized(Kind.UNSHARDED_GRADIENTS, 1, n_bytes, reason, REDUCE)
+        into = plain(reduce_input(plan, group, "reduce-scatter input"))
         return Moment(f"reducing {name}", Phase.BACKWARD, (*alive, into, made))
 
 
@@ -126,9 +125,11 @@ def _done(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...]) -> It
     """Yield shards, and the copies that all-reduces over replicas still hold."""
     yield reduced(plan, layers, "this rank's chunk of the gradients, reduced so far", outside)
     if plan.reduce_bytes != plan.width.stored or plan.offloaded:
-        held = plan.replicated * plan.reduce_bytes * plan.trained_shards(layers, outside)
-        line = Line(Kind.REDUCE, held, "all-reduces over replicas, held until all are over", source=REDUCE)
-        yield in_elements(line, plan.reduce_bytes)
+        held, reason = (
+            plan.replicated * plan.trained_shards(layers, outside),
+            "all-reduces over replicas, held until all are over",
+        )
+        yield sized(Kind.REDUCE, plan.reduce_bytes, held, reason, REDUCE)
 
 
 def _with_experts(
@@ -143,31 +144,23 @@ def _with_experts(
     apart = _apart(group)
     others = group.beside_experts
     theirs = (
-        _of(Kind.UNSHARDED_PARAMETERS, plan.width.compute * apart.padded, "its experts, unsharded"),
-        _of(Kind.UNSHARDED_GRADIENTS, width * apart.numel, "its experts' gradients"),
+        sized(Kind.UNSHARDED_PARAMETERS, plan.width.compute, apart.padded, "its experts, unsharded", REDUCE),
+        sized(Kind.UNSHARDED_GRADIENTS, width, apart.numel, "its experts' gradients", REDUCE),
     )
     last = [one.numel for one in plan.runs[run].parameters if one.active_share == (1, 1)][-1]
     made = maximum(width * others.numel, reduce_output_bytes(plan, others) + named_bytes(plan, width, last))
-    copied = _of(
-        Kind.UNSHARDED_GRADIENTS,
-        made,
-        "gradients beside its experts while copied in, or the reduce-scatter output and the last gradient",
-    )
+    reason = "gradients beside its experts while copied in, or the reduce-scatter output and the last gradient"
+    copied = sized(Kind.UNSHARDED_GRADIENTS, 1, made, reason, REDUCE)
     into = plain(reduce_input(plan, others, "reduce-scatter input of what is not the experts'"))
     yield Moment(f"reducing {name} beside its experts", Phase.BACKWARD, (*alive, *theirs, *waiting, into, copied))
-    shards = _of(Kind.GRADIENTS, plan.width.stored * others.shard, "this rank's chunk of the gradients beside its experts")
+    reason = "this rank's chunk of the gradients beside its experts"
+    shards = sized(Kind.GRADIENTS, plan.width.stored, others.shard, reason, REDUCE)
     apart_too = 0 if plan.reduce_bytes == plan.width.stored else plan.reduce_bytes  # the all-reduce's own is a copy then
-    held = _of(
-        Kind.REDUCE,
-        plan.replicated * apart_too * others.shard,
-        "all-reduce over replicas of the gradients beside its experts, held",
-    )
-    into = _of(Kind.REDUCE, plan.reduce_bytes * apart.padded, "reduce-scatter input of its experts")
-    yield Moment(
-        f"reducing the experts of {name}",
-        Phase.BACKWARD,
-        (*alive, shards, held, into, _experts_made(plan, group, apart, width)),
-    )
+    reason = "all-reduce over replicas of the gradients beside its experts, held"
+    held = sized(Kind.REDUCE, apart_too, plan.replicated * others.shard, reason, REDUCE)
+    into = sized(Kind.REDUCE, plan.reduce_bytes, apart.padded, "reduce-scatter input of its experts", REDUCE)
+    lines = (*alive, shards, held, into, _experts_made(plan, group, apart, width))
+    yield Moment(f"reducing the experts of {name}", Phase.BACKWARD, lines)
 
 
 def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
@@ -175,17 +168,14 @@ def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
     _, theirs = param_groups(group, plan.gathers, "", plan.n)
     copied = experts_copied_or_reduced(plan, theirs, width)
     named = apart.gathers * named_bytes(plan, width, apart.last) + reduce_output_bytes(plan, group.of_experts)
-    return _of(Kind.UNSHARDED_GRADIENTS, maximum(copied, named), "the experts' while copied in, or the reduce-scatter output")
+    reason = "the experts' while copied in, or the reduce-scatter output"
+    return sized(Kind.UNSHARDED_GRADIENTS, 1, maximum(copied, named), reason, REDUCE)
 
 
 def _input_before(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
     """Return the input of the previous reduction, of the same group unless it is the first; it lives until the experts' begins."""
     before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
-
-
-def _of(kind: Kind, n_bytes: Int, reason: str) -> Line:
-    return plain(Line(kind, n_bytes, reason, source=REDUCE))
 
 
 def _apart(group: Group) -> Apart:

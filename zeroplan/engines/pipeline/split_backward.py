@@ -8,13 +8,12 @@ become the parameters' gradients, or are added to them.
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, TypeVar
 
-from zeroplan.engines.formulas import product
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.pipeline.lines import (
     accumulated,
     accumulated_gradients,
     as_made,
-    in_elements,
     kept_of_all,
     root_sizes,
     sizes_of_block,
@@ -30,6 +29,7 @@ from zeroplan.numeric import Int
 from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, Point, SplitBackward, Weights
 
 T = TypeVar("T")
+_MADE_NOW = "gradients of weights, made in this half"
 WAITING = "gradients that wait for the second half, of the blocks above"
 
 
@@ -64,12 +64,12 @@ def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[M
 
 
 def _waits(n_bytes: Int) -> Line:
-    return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, WAITING, product(1, n_bytes), SPLIT_BACKWARD)
+    return sized(Kind.ACTIVATION_GRADIENTS, 1, n_bytes, WAITING, SPLIT_BACKWARD)
 
 
 def _gradients(n_bytes: Int) -> Line:
     reason = "gradients of this block, waiting for the second half"
-    return Line(Kind.ACTIVATION_GRADIENTS, n_bytes, reason, product(1, n_bytes), SPLIT_BACKWARD)
+    return sized(Kind.ACTIVATION_GRADIENTS, 1, n_bytes, reason, SPLIT_BACKWARD)
 
 
 def _through(block: SplitBackward, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
@@ -195,11 +195,8 @@ def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[in
 
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:
     left, width = stage.between_bytes - now.freed, plan.width.compute
-    made = width * now.gradients(added=added)
     return (
-        Line(Kind.ACTIVATIONS, left, "kept between the halves, of weights still to come", product(1, left), SPLIT_BACKWARD),
-        in_elements(
-            Line(Kind.UNSHARDED_GRADIENTS, made, "gradients of weights, made in this half", source=SPLIT_BACKWARD), width
-        ),
+        sized(Kind.ACTIVATIONS, 1, left, "kept between the halves, of weights still to come", SPLIT_BACKWARD),
+        sized(Kind.UNSHARDED_GRADIENTS, width, now.gradients(added=added), _MADE_NOW, SPLIT_BACKWARD),
         *now.weights.beside,
     )

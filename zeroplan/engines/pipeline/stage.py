@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.groups import layout_of_a_rank
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.positions import Position
@@ -171,7 +172,7 @@ def stage_plan_of(
     plan = make_plan(fewer, recipe, mesh, batch, part=part)
     head, at_embedding = plan.head, plan.at_embedding
     of_all = mesh.cp != 1  # positions, which are made once
-    positions = Line(SAVED, 8 * batch.seq_len, "position ids, int64, held by checkpoints", "8·s", CHECKPOINT)
+    positions = sized(SAVED, 8, batch.seq_len, "position ids, int64, held by checkpoints", CHECKPOINT, "s")
     named = Line(Kind.TEMPORARY, 8 * batch.seq_len, "position ids, int64, held by name", "8·s", FORWARD, Tag(Role.BATCH))
     shared = head.with_blocks if stage.is_first else _without(head.with_blocks, head.hidden_bytes, Role.BLOCK_INPUT)
     plan = plan._replace(

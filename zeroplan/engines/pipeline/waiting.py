@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from zeroplan.engines.formulas import several
+from zeroplan.engines.formulas import several, sized
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.pipeline.lines import (
@@ -11,7 +11,6 @@ from zeroplan.engines.pipeline.lines import (
     HALVES,
     accumulated,
     as_made,
-    in_elements,
     made_bytes,
     made_line,
     reduced,
@@ -189,9 +188,8 @@ def _parameters_of_another(plan: Plan, state: State, at: int) -> tuple[Line, ...
     if state.reduced[at] or state.sharded[at]:
         return ()
     if not state.begun[at]:
-        n_bytes = plan.gathers * plan.width.compute * gathered_elements(plan)
-        gathered = Line(Kind.GATHER, n_bytes, "another stage's parameters, gathered ahead", source=AT_ONCE)
-        return (in_elements(gathered, plan.width.compute),)
+        gathered = plan.gathers * gathered_elements(plan)
+        return (sized(Kind.GATHER, plan.width.compute, gathered, "another stage's parameters, gathered ahead", AT_ONCE),)
     layers = plan.every_layer if state.whole[at] else tuple(0 for _ in plan.blocks)
     outside = stays_unsharded(plan, whole=state.whole[at])
     return (unsharded_parameters(plan, layers, "another stage's parameters, unsharded", outside),)

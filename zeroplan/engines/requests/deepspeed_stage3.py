@@ -1,17 +1,19 @@
 """DeepSpeed's training step at stage 3, request by request. Methods have the names of 0.19.8's (runtime/zero/stage3.py)."""
 
 from collections.abc import Hashable
+from functools import lru_cache
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
+from zeroplan.engines.deepspeed.coordinator import IN_GRAPH, SECOND, Coordinator, gathered_key, saved_key
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
-from zeroplan.engines.deepspeed.order import FORWARD
+from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Freed
+from zeroplan.engines.deepspeed.order import Step as Module
 from zeroplan.engines.deepspeed.quantized_gradients import IN_4_BITS, NAMES, Split, applies, is_quantized, quantized, sent_bytes
 from zeroplan.engines.deepspeed.sources import NORM_PIECE
 from zeroplan.engines.deepspeed.stage3.job import make_job, numels, pass_of
 from zeroplan.engines.deepspeed.stage3.step import groups_of
-from zeroplan.engines.requests.coordinator import Gathers, ends_of, gathered, saved_key
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.engines.requests.whole import OneByOne
@@ -24,6 +26,8 @@ from zeroplan.transformer.families.tape import Do
 _GATHERS, _REDUCES = 1, 2
 """Numbers of the streams for gathers and for bucket reductions with ``overlap_comm``."""
 _FP64 = 8
+Ends = tuple[tuple[int, Freed], ...]
+"""Modules whose parameters may be released where a module ends, each with its step."""
 
 
 class Step(OneByOne):
@@ -87,10 +91,10 @@ class Step(OneByOne):
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
-    def _new_pass(self) -> Gathers:
-        return Gathers(
-            self.one, self.log, self.ranks, self.job.element, _GATHERS if self.overlaps else 0, recording=self.passes == 1,
-            resident=self.step > 0 or self.passes > 2, decided=self.decided, later=self.micro > 1,
+    def _new_pass(self) -> Coordinator:
+        return Coordinator(
+            self.one, self.log, ranks=self.ranks, element=self.job.element, stream=_GATHERS if self.overlaps else 0,
+            recording=self.passes == 1, resident=self.step > 0 or self.passes > 2, decided=self.decided, later=self.micro > 1,
         )  # fmt: skip
 
     def before_forward(self) -> None:
@@ -120,6 +124,10 @@ class Step(OneByOne):
         self.at += 1
         return self.at - 1
 
+    def _end(self, ends: Ends) -> None:
+        for at, freed in ends:
+            self.gathers.free(at, freed)
+
     def at_module(self, do: Do, place: int) -> None:
         """``pre_sub_module_forward_function`` and its like."""
         if do in (Do.RETURN, Do.DONE):
@@ -136,7 +144,7 @@ class Step(OneByOne):
         ends = self.ends[at][do is Do.DONE]
         while any(self.at <= last for last, _ in ends):
             self._begin()  # modules without parameters inside this one
-        self.gathers.end(ends)
+        self._end(ends)
         if not stack:
             self._run_on(self.block)
 
@@ -147,7 +155,7 @@ class Step(OneByOne):
             at = self._begin()
             if not self.log.has(("hidden", -1)):
                 super().embed()
-            self.gathers.end(self.ends[at][0])
+            self._end(self.ends[at][0])
         self._run_on(-1)
 
     def before_block(self, layer: int) -> None:
@@ -293,7 +301,7 @@ class Step(OneByOne):
         self.gathers.end_pass()
         if self.passes > 1:
             self.decided = self.gathers.decided
-        self.log.release("in the graph")
+        self.log.release(IN_GRAPH)
 
     # --- the step -----------------------------------------------------------------------------------------------------------
 
@@ -311,14 +319,14 @@ class Step(OneByOne):
         for update, group in zip(self.optimizers, groups, strict=False):
             self._step_of(update, group.elements, joined=group.parameters > 1)
         self._gather_persistent()
-        log.release("second partition")
+        log.release(SECOND)
 
     def _partition_all(self) -> None:
         """``_partition_all_parameters``."""
         for index in range(len(self.job.every.placed)):
             n_bytes = self.job.element * self.second.pop(index, 0)
-            self.log.request("second partition", n_bytes, Kind.GATHER, "second partition of a parameter")
-            self.log.release(gathered(index))
+            self.log.request(SECOND, n_bytes, Kind.GATHER, "second partition of a parameter")
+            self.log.release(gathered_key(index))
 
     def _step_of(self, update: Update, elements: int, *, joined: bool) -> None:
         """``_prepare_fp32_grad_for_sub_group`` and ``_optimizer_step``."""
@@ -336,8 +344,24 @@ class Step(OneByOne):
         persistent = sorted(self.gathers.persistent)
         for index in () if self.gathers.alone else persistent:
             n_bytes = self.job.element * round_up(numel(self.job.every.placed[index]), self.ranks)
-            self.log.request(gathered(index), n_bytes, Kind.GATHER, "persistent parameter")
+            self.log.request(gathered_key(index), n_bytes, Kind.GATHER, "persistent parameter")
             self.log.call("all_gather", n_bytes, self.ranks)
+
+
+@lru_cache(maxsize=64)
+def ends_of(steps: tuple[Module, ...]) -> tuple[tuple[Ends, Ends], ...]:
+    """Return, for every module that begins at a step, what its end may release: in the forward, and in the backward."""
+    found: list[tuple[Ends, Ends]] = []
+    for at, step in enumerate(steps):
+        forward, backward = list[tuple[int, Freed]](), list[tuple[int, Freed]]()
+        for later in range(at, len(steps) if step.parameters else at):
+            if steps[later].block != step.block:
+                break
+            ends = backward if steps[later].direction == BACKWARD else forward
+            if not any(not freed.dropped for _, freed in ends):
+                ends += [(later, freed) for freed in steps[later].frees if freed.name == step.name]
+        found.append((tuple(forward), tuple(backward)))
+    return tuple(found)
 
 
 step_of = Step

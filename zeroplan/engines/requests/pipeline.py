@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from zeroplan.engines.block_runs import recompute_of
+from zeroplan.engines.fsdp2.groups import ParamGroup
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
 from zeroplan.engines.pipeline import arranged, cut_lines, received_lines
@@ -327,6 +328,10 @@ class StageStep(fsdp2.Step):
             return
         for index in reversed(range(len(unit.parts.groups))):
             self.keep_whole(unit, index)
+
+    def order_of_reductions(self, unit: Unit) -> list[tuple[int, ParamGroup]]:
+        """Return a unit's groups in their own order, a block's experts last: a schedule calls no hooks."""
+        return list(enumerate(unit.parts.trained))
 
     def after_backward(self) -> None:
         """Add the root unit's gradients to those of earlier micro-batches."""

@@ -21,5 +21,6 @@ The families share ``decoder.py`` (layer, attention, MLPs), ``attention.py`` (ke
 ``operators.py`` (what each operator allocates and saves). ``sharded.py``, ``ring.py`` and ``frozen.py`` replace some operators
 under tensor and context parallelism and fine-tuning. ``definition.py`` lists what a family's file defines.
 
-``tape.py`` runs a program. ``traced.py``, ``ending.py``, ``halves.py`` and ``requested.py`` turn the tape into lines for engines.
+``tape.py`` runs a program. ``traced.py``, ``ending.py``, ``split_backward.py`` and ``requested.py`` turn the tape into lines for
+engines.
 """

@@ -38,7 +38,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     branch = _mlp(tape, wide, block)
     both = op.add_in_place(tape, branch, attended, "", Site("addition of the branches", LAYER))
     made = op.add(tape, given, both, "block output", Site("residual addition", LAYER))
-    tape.release(*{normal, wide}, both, branch, attended, weights)
+    tape.release(*dict.fromkeys((normal, wide)), both, branch, attended, weights)
     tape.drop(*below)
     return made
 

@@ -8,6 +8,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended
+from zeroplan.transformer.families.bamba import MIXER_DEFAULTS, MIXER_KEYS
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer
 from zeroplan.transformer.families.definition import ATTENTION_MODULES, SIZES, Around, Block, Definition, Program, Tables
 from zeroplan.transformer.families.granitemoe import CONFIG, MODULES, moe, of_moe
@@ -71,17 +72,11 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 _CONFIG = CONFIG._replace(
-    defaults={
-        **CONFIG.defaults, "linear_num_value_heads": 128, "linear_num_key_heads": 1, "linear_key_head_dim": 256,
-        "linear_conv_kernel_dim": 4, "linear_chunk_size": 256, "num_experts": 8, "num_experts_per_tok": 2,
-    },
+    defaults={**CONFIG.defaults, **MIXER_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2},
     required=(*SIZES, "moe_intermediate_size"),
     keys={
-        **CONFIG.keys, "linear_num_value_heads": ("mamba_n_heads",), "linear_num_key_heads": ("mamba_n_groups",),
-        "linear_key_head_dim": ("mamba_d_state",), "linear_value_head_dim": ("mamba_d_head",),
-        "linear_conv_kernel_dim": ("mamba_d_conv",), "linear_chunk_size": ("mamba_chunk_size",),
-        "layer_pattern": ("layer_types", "layers_block_type"), "intermediate_size": ("shared_intermediate_size",),
-        "moe_intermediate_size": ("intermediate_size",),
+        **CONFIG.keys, **MIXER_KEYS, "layer_pattern": ("layer_types", "layers_block_type"),
+        "intermediate_size": ("shared_intermediate_size",), "moe_intermediate_size": ("intermediate_size",),
     },
     only={"mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "position_embedding_type": (None, "nope", "rope")},
     read=("layers_block_type", "mamba_expand"),

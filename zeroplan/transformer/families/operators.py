@@ -1,6 +1,7 @@
 """The operators of blocks: what each allocates, what autograd saves for it, and what its backward allocates.
 
-Sizes are those of the eager operators of torch 2.13. Tensors have the names of transformers' variables.
+Sizes are those of the eager operators of torch 2.13. Tensors have the names of transformers' variables. :func:`run` runs one
+operator: one call says what it allocates, what it keeps, and what its backward makes.
 """
 
 from contextlib import nullcontext

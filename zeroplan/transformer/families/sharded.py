@@ -5,6 +5,8 @@ and the residual stream hold a share of the sequence, ``T/p`` tokens. An all-gat
 projections; a reduce-scatter sums the ranks' outputs and splits the sum.
 """
 
+from functools import partial
+
 from zeroplan.expr import Size, at_most, symbols
 from zeroplan.ledger import Among, Kind, Module
 from zeroplan.transformer.blocks import Place
@@ -72,18 +74,11 @@ def own_share(tape: Tape, value: Value, name: str) -> Value:
     return made
 
 
-def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool) -> Value:
-    """Run a rank's shard of a linear layer. A reduce-scatter sums the output of a branch's last layer."""
-    made = op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
-    if site.module not in _SUMMED_OVER_RANKS:
-        return made
-    share = _scattered(tape, made, _SUMMED_OVER_RANKS[site.module])
-    tape.release(made)
-    return share
+def linear_of_a_rank(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, run: Linear) -> Value:
+    """Run a rank's shard of a linear layer, with any adapter, by ``run``. One sum over the ranks covers both.
 
-
-def beside_adapters(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size, bias: bool, run: Linear) -> Value:
-    """Run a rank's shard of a frozen linear layer and its adapter by ``run``. One sum over the ranks covers both."""
+    A reduce-scatter sums the output of a branch's last layer.
+    """
     made = run(tape, value, width, site, reads=reads, bias=bias)
     if site.module not in _SUMMED_OVER_RANKS:
         return made
@@ -122,7 +117,7 @@ def between_matrices(tape: Tape, value: Value, site: Site) -> tuple[Value, tuple
 
 
 #: How a tensor-parallel rank runs its layers.
-TENSOR_PARALLEL = Mode(_linear, sharded=True)
+TENSOR_PARALLEL = Mode(partial(linear_of_a_rank, run=op.trained_linear), sharded=True)
 
 
 def _scattered(tape: Tape, value: Value, name: str) -> Value:

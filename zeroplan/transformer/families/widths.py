@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
+from zeroplan.spec.adapter import TO_ALL_LAYERS
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
@@ -271,6 +272,14 @@ def of_global_heads(model: ModelSpec) -> dict[str, int]:
         return dict.fromkeys((*_OF_GLOBAL.values(), "f_s"), 0)
     query, key = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
     return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_s": own.intermediate_size}
+
+
+def tracks_all_layers(model: ModelSpec, recomputed: bool) -> bool:  # noqa: FBT001  one of two arguments
+    """Whether autograd tracks the embeddings of all layers: beside adapters only through one of their projection.
+
+    With recomputation it tracks the embedding's output.
+    """
+    return model.per_layer is None or model.adapter is None or recomputed or TO_ALL_LAYERS in model.linear_layers_adapted
 
 
 def received_pairs(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:

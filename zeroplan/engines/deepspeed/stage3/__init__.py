@@ -75,7 +75,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
             *((_PACKED_STAY,) if model.is_quantised else ()),
             *_bound(model, these, training),
         ),
-        nvme=nvme_lines(job),
+        nvme=tuple(nvme_lines(job)),
         kept=kept_in_a_block(these),
     )
 

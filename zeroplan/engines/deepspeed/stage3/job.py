@@ -6,13 +6,13 @@ from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 from zeroplan.engines.deepspeed.buckets import Schedule, schedule
-from zeroplan.engines.deepspeed.coordinator import Pass, gathered, gathered_by_several
+from zeroplan.engines.deepspeed.coordinator import Pass
 from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
-from zeroplan.engines.deepspeed.notes import Gathered
+from zeroplan.engines.deepspeed.notes import Gathered, gathered, gathered_by_several
 from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.sources import STAGE3
-from zeroplan.engines.formulas import product, times
+from zeroplan.engines.formulas import sized
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, row_as_held, shares, trained_row
 from zeroplan.ledger import Kind, Line
@@ -147,8 +147,7 @@ def if_several(job: Job) -> str:
 
 def gradient_line(job: Job, elements: int, reason: str, symbol: str = "") -> Line:
     """Return a line of this many elements of gradients as autograd makes them. [bytes]"""
-    formula = times(job.element, symbol) if symbol else product(job.element, elements)
-    return Line(Kind.UNSHARDED_GRADIENTS, job.element * elements, reason, formula, STAGE3)
+    return sized(Kind.UNSHARDED_GRADIENTS, job.element, elements, reason, STAGE3, symbol)
 
 
 def tied_head_lines(job: Job) -> tuple[Line, ...]:

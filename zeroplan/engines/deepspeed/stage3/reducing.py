@@ -1,20 +1,22 @@
 """The memory of reducing a bucket during ZeRO-3's backward, and the buckets that take most."""
 
+from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.deepspeed.buckets import Flush, Schedule, leaf_elements
-from zeroplan.engines.deepspeed.infinity import beside_swapped, staying_of, swaps_optimizer
+from zeroplan.engines.deepspeed.infinity import staying_of, swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
-from zeroplan.engines.deepspeed.quantized_gradients import Split, beside_quantized, quantized_line, unless_quantized
+from zeroplan.engines.deepspeed.quantized_gradients import applies, quantized_line, unless_quantized
 from zeroplan.engines.deepspeed.running import GradientCounts, place_in_block, running_lines
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, gradient_line
-from zeroplan.engines.deepspeed.stage3_offload import beside_flushes, on_the_way
+from zeroplan.engines.deepspeed.stage3_offload import on_the_way
 from zeroplan.engines.formulas import product, unless_zero
 from zeroplan.engines.passes import Passes
 from zeroplan.engines.rows import Sizes, shares
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, total_bytes
+from zeroplan.memo import recalled
 from zeroplan.numeric import where
 from zeroplan.spec.recipe import DeepSpeedOptions
 
@@ -47,16 +49,30 @@ def highest_flushes(
 
 
 def flush_memory(job: Job) -> tuple[tuple[int, ...], ...]:
-    """Return each flush's memory beside its bucket, on the way to host memory, to NVMe or to 4 bits; nothing without these."""
-    if swaps_optimizer(job.recipe):
-        return beside_swapped(job.buckets, job.element, job.kept, job.master)
-    if offloads_optimizer(job.recipe):
-        return beside_flushes(job.buckets, job.element)
-    if not job.recipe.deepspeed.zero_quantized_gradients:
+    """Return each flush's memory beside its bucket, on the way to host memory, to NVMe or to 4 bits, in elements of a weight.
+
+    The number of ranks decides which bucket takes most: on the way from the GPU on very many ranks, on 8 and on one.
+    """
+    recipe, quantizes = job.recipe, job.recipe.deepspeed.zero_quantized_gradients
+    if not offloads_optimizer(recipe) and not quantizes:
         return ()
-    ranks = job.n_ranks if isinstance(job.n_ranks, int) else int(job.n_ranks.min())
-    split = Split(ranks, job.recipe.deepspeed.gpus_per_node, job.element, job.kept)
-    return beside_quantized(job.buckets, split) if split.nodes > 1 else ()
+    fewest = job.n_ranks if isinstance(job.n_ranks, int) else int(job.n_ranks.min())
+    if quantizes and applies(recipe, fewest) is False:
+        return ()
+    key = job.recipe, fewest if quantizes else 0, job.buckets
+    return recalled(lambda: (flush_memory, *key), lambda: tuple(_beside(job, fewest)))
+
+
+def _beside(job: Job, fewest: int) -> Iterator[tuple[int, ...]]:
+    swaps = swaps_optimizer(job.recipe)
+    for at, flush in enumerate(job.buckets.flushes):
+        if job.recipe.deepspeed.zero_quantized_gradients:
+            line = quantized_line(job.recipe, flush, fewest, element=job.element, kept=job.kept)
+            yield (int(line.n_bytes) // job.element - flush.fill,)
+            continue
+        few = (job._replace(n_ranks=ranks) for ranks in (8, 1))
+        taken = (total_bytes((*on_the_way(one, flush), *(_staying_until(one, at) if swaps else ()))) for one in few)
+        yield (0, *(int(n_bytes) // job.element for n_bytes in taken))
 
 
 def _gathered_at(trace: Gathered, flush: Flush) -> int:
@@ -109,10 +125,11 @@ def _reduce_formulas(element: int, kept: int, sizes: Sizes) -> tuple[str, str]:
 
 def staying_until(job: Job, flush: Flush) -> tuple[Line, ...]:
     """Return the gradients of earlier buckets that wait on the GPU."""
-    if not swaps_optimizer(job.recipe):
-        return ()
-    before = len(job.buckets.flushes) - 1 - job.buckets.flushes.index(flush)
-    return staying_of(job.buckets, before, job.n_ranks, job.master)
+    return _staying_until(job, job.buckets.flushes.index(flush)) if swaps_optimizer(job.recipe) else ()
+
+
+def _staying_until(job: Job, at: int) -> tuple[Line, ...]:
+    return staying_of(job.buckets, len(job.buckets.flushes) - 1 - at, job.n_ranks, job.master)
 
 
 def running_at(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:

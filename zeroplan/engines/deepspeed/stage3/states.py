@@ -6,7 +6,7 @@ from zeroplan.engines.deepspeed.infinity import sub_groups
 from zeroplan.engines.deepspeed.offload import kept_as, offloads_optimizer, on_host
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import Job, if_several, numels, unless_alone
-from zeroplan.engines.formulas import for_ranks, times
+from zeroplan.engines.formulas import for_ranks, sized, times
 from zeroplan.engines.optimizers import LocalTensor, state_lines
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.engines.rows import largest_parameter, shares
@@ -27,12 +27,10 @@ def shares_held(job: Job, impl: OptimizerImpl) -> tuple[Line, ...]:
     """Return this rank's shards of weights, master copy, gradients and the optimizer's states."""
     share, symbol = job.partition, "G_r" if job.every is job.whole else "G_w"
     held = share if job.every is job.whole else shares(numels(job.every), job.n_ranks)
-    weights = Line(
-        Kind.PARAMETERS, job.element * held, "this rank's share of each parameter", times(job.element, symbol), STAGE3
-    )
+    weights = sized(Kind.PARAMETERS, job.element, held, "this rank's share of each parameter", STAGE3, symbol)
     reason = "this rank's share of the weights once more, as the optimizer updates them"
-    master = Line(Kind.OPTIMIZER_STATE, job.master * share, reason, times(job.master, "G_r"), _MASTER)
-    gradients = Line(Kind.GRADIENTS, job.kept * share, "this rank's share of the gradients", times(job.kept, "G_r"), _GRADIENTS)
+    master = sized(Kind.OPTIMIZER_STATE, job.master, share, reason, _MASTER, "G_r")
+    gradients = sized(Kind.GRADIENTS, job.kept, share, "this rank's share of the gradients", _GRADIENTS, "G_r")
     kept, whole = kept_as(job.recipe, impl), (LocalTensor((share,), in_block=False),)
 
     def states(tensors: tuple[LocalTensor, ...]) -> tuple[Line, ...]:
@@ -78,7 +76,7 @@ def _unpacked(job: Job) -> tuple[Line, ...]:
     if not job.every.model.is_quantised:
         return ()
     reason = "largest weight before it is put into four bits"
-    return (Line(Kind.PARAMETERS, job.element * largest_packed(job), reason, times(job.element, "G_4"), _LOADED),)
+    return (sized(Kind.PARAMETERS, job.element, largest_packed(job), reason, _LOADED, "G_4"),)
 
 
 def construction_moments(job: Job, states: tuple[Line, ...]) -> tuple[Moment, ...]:
@@ -95,14 +93,14 @@ def construction_moments(job: Job, states: tuple[Line, ...]) -> tuple[Moment, ..
         model = Moment("initialisation: model built under zero.Init", Phase.INIT, (states[0], arrived))
     else:
         psi = "Ψ_w" if job.every.model.is_quantised else "Ψ"
-        whole = Line(Kind.PARAMETERS, job.element * job.every.n_elements, "the whole model", f"{job.element}·{psi}", _GATHER)
+        whole = sized(Kind.PARAMETERS, job.element, job.every.n_elements, "the whole model", _GATHER, psi)
         first = job.every.placed[0].end
         split = job.element * where(job.n_ranks > 1, ceil_div(first, job.n_ranks), largest_parameter(job.every))
         piece = "ceil(G_first/N)" if not isinstance(job.n_ranks, int) or job.n_ranks > 1 else "G_max"
         formula = times(job.element, piece)
         share_of_one = Line(Kind.PARAMETERS, split, "first share split off", formula, f"{_GATHER}, _partition_param")
         model = Moment("initialisation: model arrives whole", Phase.INIT, (whole, share_of_one, *_unpacked(job)))
-    zeros = Line(Kind.GRADIENTS, job.master * share, "zero gradients of the share", times(job.master, "G_r"), _ZEROS)
+    zeros = sized(Kind.GRADIENTS, job.master, share, "zero gradients of the share", _ZEROS, "G_r")
     zeros = on_host(zeros) if offloads_optimizer(job.recipe) else zeros
     reason = "largest parameter, gathered to hook its gradient"
     one = Line(Kind.GATHER, largest, reason, times(job.element, "G_max"), f"{STAGE3}, __init__")

@@ -1,5 +1,6 @@
 """The moments of the optimizer's step under ZeRO-3, which updates one sub-group of parameters after the other."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,8 +27,7 @@ class Group(NamedTuple):
 
 def largest_group(job: Job) -> Int:
     """Return the elements of this rank's shards in the largest sub-group. [elements]"""
-    size = job.recipe.deepspeed.sub_group_size
-    return for_each_value(lambda n_ranks: max(group.elements for group in groups_of(job.whole, size, n_ranks)), job.n_ranks)
+    return _of_groups(job, lambda groups: max(group.elements for group in groups))
 
 
 def largest_joined(job: Job) -> Int:
@@ -35,18 +35,17 @@ def largest_joined(job: Job) -> Int:
 
     Only their gradients are copied to be flattened.
     """
-    size = job.recipe.deepspeed.sub_group_size
-
-    def largest(n_ranks: int) -> int:
-        return max((group.elements for group in groups_of(job.whole, size, n_ranks) if group.parameters > 1), default=0)
-
-    return for_each_value(largest, job.n_ranks)
+    return _of_groups(job, lambda groups: max((group.elements for group in groups if group.parameters > 1), default=0))
 
 
 def group_count(job: Job) -> Int:
     """Return the number of sub-groups."""
+    return _of_groups(job, len)
+
+
+def _of_groups(job: Job, measure: Callable[[tuple[Group, ...]], int]) -> Int:
     size = job.recipe.deepspeed.sub_group_size
-    return for_each_value(lambda n_ranks: len(groups_of(job.whole, size, n_ranks)), job.n_ranks)
+    return for_each_value(lambda n_ranks: measure(groups_of(job.whole, size, n_ranks)), job.n_ranks)
 
 
 @lru_cache(maxsize=4096)

@@ -88,10 +88,12 @@ class Training:
         trace.hold("by name", *head.forward, *head.first_input)
         for run in these.runs:
             own = run.block.forward if run.recompute == "none" else run.block.forward_recompute
-            for block, elements in _highest_forward(held.forward, run.first, run.n_blocks):
+            for block, elements in _highest_forward(held, run.first, run.n_blocks):
                 self._enter(block)
                 self._at("forward of a block", phase, elements, (*run.block.entered, *run.kept, *own))
-            experts = _highest_forward(held.before_experts, run.first, run.n_blocks) if held.before_experts[run.first] else ()
+            experts = (
+                _highest_forward(held, run.first, run.n_blocks, with_experts=False) if held.before_experts[run.first] else ()
+            )
             for block, elements in experts:
                 self._enter(block)
                 self._at("experts gathered for their forward", phase, elements, run.block.before_experts)
@@ -252,7 +254,8 @@ class Training:
 
 
 @lru_cache(maxsize=256)
-def _highest_forward(most: tuple[int, ...], first: int, n_blocks: int) -> _Highest:
+def _highest_forward(gathered: Gathered, first: int, n_blocks: int, *, with_experts: bool = True) -> _Highest:
+    most = gathered.forward if with_experts else gathered.before_experts
     return rising(range(first, first + n_blocks), lambda block: most[block])
 
 
