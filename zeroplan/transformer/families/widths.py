@@ -253,7 +253,7 @@ def names_in_formulas(heads: Literal["", "local", "global"], *, wide_mlp: bool) 
     ``heads``: those of its kind of layers, in a model where layers of full attention have their own; ``wide_mlp``: its MLP has
     the width of layers that share keys.
     """
-    return _NAMES[heads] | ({"f": "f_s"} if wide_mlp else {})
+    return _NAMES[heads] | ({"f": "f_k"} if wide_mlp else {})
 
 
 def renamed(formula: str, names: Mapping[str, str]) -> str:
@@ -269,9 +269,9 @@ def of_global_heads(model: ModelSpec) -> dict[str, int]:
     """Return the widths of layers of full attention in such a model, and of the MLP of layers that share keys, 0 in others."""
     own = model.of_kind("global_shared") if model.global_head_dim else None
     if own is None:
-        return dict.fromkeys((*_OF_GLOBAL.values(), "f_s"), 0)
+        return dict.fromkeys((*_OF_GLOBAL.values(), "f_k"), 0)
     query, key = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
-    return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_s": own.intermediate_size}
+    return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_k": own.intermediate_size}
 
 
 def tracks_all_layers(model: ModelSpec, recomputed: bool) -> bool:  # noqa: FBT001  one of two arguments
