@@ -23,7 +23,7 @@ from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import MlaSpec, ModelSpec, MoeSpec
-from zeroplan.spec.recipe import Fsdp1Options, Fsdp2Options, MegatronOptions, RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, Fsdp1Options, Fsdp2Options, MegatronOptions, RecipeSpec
 from zeroplan.steptime import Running
 from zeroplan.steptime.compute import running_of
 
@@ -77,6 +77,9 @@ _ENGINES = {
 }  # fmt: skip
 #: Rates of matrix products, by words of a row's ``precision``.
 _OPERANDS = {"NVFP4": "fp4", "FP8": "fp8", "fp8": "fp8", "float8": "fp8"}
+#: Kernels that a program fuses apart from attention. Qwen's model runs flash-attn's for norms and rotary positions
+#: (github.com/QwenLM/Qwen, docker/Dockerfile).
+_FUSED = {"qwen1": "liger-rms-norm,rope"}
 #: Programs whose published configurations split sequences over tensor-parallel ranks and overlap what they can.
 _NVIDIAS = ("dgxc", "nemo24", "longseq", "mbridge", "mlm24", "nem15", "simax")
 #: Programs whose FSDP2 sums gradients in fp32: torchtitan (``mixed_precision_reduce``, config/job_config.py) and
@@ -351,6 +354,8 @@ def _family(row: Row) -> str:
         return "deepseek_v3" if moe.get("attn") == "MLA" else "qwen3_moe"
     if "llama" in name or "nemotron" in name:
         return "llama"
+    if "qwen" in name:  # Qwen's first models have the tensors of Qwen2's
+        return "qwen2"
     return "gpt2"
 
 
@@ -397,7 +402,8 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
         return _of_megatron(said, row)
     narrow = "fp32" if "DEFAULT" in words or program(row) in _WIDE_REDUCTIONS else "param"
     if engine == "deepspeed":
-        return said
+        options = _of_transformers(row["hidden"]) if "transformers" in row["engine"] else said.deepspeed
+        return replace(said, deepspeed=options, fused_kernels=_FUSED.get(program(row)))
     if program(row) == "kempner":  # weights in bf16 alone (distributed/parallel.py, build_parallel_model)
         said = replace(
             said, precision="bf16", sync_every_micro_batch=(row.get("tp") or 1) > 1
@@ -405,6 +411,14 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
     return replace(
         said, optimizer_impl="fused", fsdp1=Fsdp1Options(reduce_dtype=narrow), fsdp2=Fsdp2Options(reduce_dtype=narrow)
     )
+
+
+def _of_transformers(hidden: int) -> DeepSpeedOptions:
+    """Return what transformers fills in for ``auto`` (5.23, integrations/deepspeed.py, ``trainer_config_finalize``)."""
+    return DeepSpeedOptions(
+        reduce_bucket_size=hidden**2, stage3_prefetch_bucket_size=int(0.9 * hidden**2),
+        stage3_param_persistence_threshold=10 * hidden,
+    )  # fmt: skip
 
 
 def _of_megatron(said: RecipeSpec, row: Row) -> RecipeSpec:

@@ -17,6 +17,7 @@ from zeroplan.steptime.launches import Launched, launching
 from zeroplan.steptime.parts import Part
 from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
+from zeroplan.steptime.scans import scanning
 from zeroplan.steptime.tables import (
     CUDNN_BACKWARD_SHARE,
     WIDE_BACKWARD,
@@ -320,12 +321,13 @@ def _pieces(work: Work, rates: Rates, mfu: float | None) -> Pieces:
         for products, where in ((work.products, on), (work.head, head_on))
     )
     last = seconds((one for one in work.products if one.last), work.tokens, on, accumulates=accumulates)
-    other, rest = _shapeless(work.other_flops, on), _shapeless(work.other_head_flops, head_on)
+    rest = _shapeless(work.other_head_flops, head_on)
+    other = _twice(_shapeless(work.other_flops, on)) if work.scan is None else scanning(work.scan, head_on)
     cast = (0.0, 0.0) if rates.running.operands is None else casts(work.products, work.tokens)
     core, moved, ends = _core_seconds(work, rates), _moved(work.moved, rates), _moved(work.ends_moved, rates)
     return Pieces(
-        blocks.forward + other + cast[0] / rates.bandwidth,
-        blocks.backward + MATRIX_BACKWARD * other + cast[1] / rates.bandwidth,
+        blocks.forward + other.forward + cast[0] / rates.bandwidth,
+        blocks.backward + other.backward + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
         moved.backward, ends.forward, ends.backward, work.elements, work.trained, work.model_flops,
         seconds(work.again, work.tokens, on, accumulates=False).forward + _moved(work.again_moved, rates).forward,
@@ -368,6 +370,10 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
 def _stops_early(recipe: RecipeSpec) -> bool:
     """Whether a recomputation ends before the last product; torchtitan's own checkpoints do not (``early_stop=False``)."""
     return recipe.engine != "megatron" and not (recipe.engine == "fsdp2" and recipe.fsdp2.are_torchtitans)
+
+
+def _twice(forward: float) -> Passes:
+    return Passes(forward, MATRIX_BACKWARD * forward)
 
 
 def _shapeless(flops: float, on: Machine) -> float:

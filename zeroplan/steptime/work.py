@@ -11,6 +11,7 @@ from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.pointwise import Moved, Split
 from zeroplan.steptime.products import Product, of_block, of_head
+from zeroplan.steptime.scans import Scan, scan_of
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
 from zeroplan.transformer.head import head_pass
@@ -50,8 +51,10 @@ class Work(NamedTuple):
     ends_moved: Moved
     """Traffic of the embedding, the last norm and the loss."""
     other_flops: float = 0.0
-    """Operations in the blocks without known shapes: linear attention, a traced module. [FLOPs]"""
+    """Operations in the blocks that are no linear layers: linear attention, a traced module. [FLOPs]"""
     other_head_flops: float = 0.0
+    scan: Scan | None = None
+    """The recurrences behind ``other_flops``; without it the operations' shapes are not known."""
     layers: float = 0.0
     tensors: tuple[float, float] = (0.0, 0.0)
     """Numbers of the blocks' parameter tensors, and of those with a gradient."""
@@ -133,7 +136,8 @@ def work(
     return Work(
         tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,
         pointwise.of_ends(model, kernels, split, (*recipe.fused_parts, *fused_loss)).and_of(multiplying(head)),
-        linear_attention_flops(model) * tokens / tp, layers=model.num_hidden_layers, tensors=_tensors(whole),
+        linear_attention_flops(model) * tokens / tp, scan=scan_of(model, batch, tp=tp, cp=cp),
+        layers=model.num_hidden_layers, tensors=_tensors(whole),
     )  # fmt: skip
 
 
@@ -245,6 +249,7 @@ def combined(several: tuple[Work, ...]) -> Work:
             first.ends_moved.and_of(other.ends_moved),
             first.other_flops + other.other_flops,
             first.other_head_flops + other.other_head_flops,
+            None,  # no pipeline has linear attention
             first.layers + other.layers,
             (first.tensors[0] + other.tensors[0], first.tensors[1] + other.tensors[1]),
         )
