@@ -101,7 +101,7 @@ def test_release_0_3_is_never_too_low(run: dict[str, Any]):
         assert -left_out <= beyond <= (0.03 * measured if inside else left_out), (phase, highest.name)
 
 
-@pytest.mark.parametrize("run", [RUNS[0], RUNS[1], RUNS[2], RUNS[-1], SINCE_0_3[0]])
+@pytest.mark.parametrize("run", [RUNS[0], RUNS[1], RUNS[2], RUNS[-1], *SINCE_0_3])
 def test_formulas_give_the_bytes_of_their_lines(run: dict[str, Any]):
     assert_explained(estimate(job_of(run)))
 

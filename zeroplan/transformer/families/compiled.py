@@ -203,7 +203,7 @@ def _float8_gated(
     made = _over_a_factor(tape, gate, up) or tensor(tape, reason, gate.dtype, gate.shape, COMPILED)
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        of_weights = _codes(h * c + h * f, in_mxfp8=in_mxfp8)
+        of_weights = _codes(h * c, in_mxfp8=in_mxfp8) + _codes(h * f, in_mxfp8=in_mxfp8)
         tape.temporary("weights of two recomputed products in float8, by columns", of_weights, FLOAT8)
         tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
         if by_rows:
