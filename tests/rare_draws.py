@@ -57,7 +57,7 @@ _RARE: tuple[_Fields, ...] = (
     {"model": {"adapter": {"dora": "peft"}}},
     {"model": {"adapter": {"dora": "torchtune", "quantize": "nf4-torchao"}}},
     {
-        "recipe": {"fsdp2": {}, "precision": "bf16", "fused_kernels": "grouped-experts"},
+        "recipe": {"fsdp2": {}, "precision": "bf16", "fused_kernels": "grouped-experts", "imbalance": 1.0},
         "model": {"moe": {}, "adapter": AdapterSpec(rank=8, targets="attention", automodel=True, experts_rank=8)},
         "mesh": {"dp_shard": 1, "ep": 1},
     },

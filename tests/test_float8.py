@@ -26,6 +26,10 @@ ASKED: dict[str, Any] = {"model": "llama-3.2-1b", "gpus": 8, "stage": 3, "engine
         ({"gpu": "h100-sxm-80gb", "float8_recipe": "mxfp8"}, "has no products in 'mxfp8'; use 'rowwise'"),
         ({"model": "llama-3.2-1b", "float8_recipe": "nvfp4", "recompute": "selective"}, "recompute 'selective'"),
         ({"fsdp2": GATHERED}, "fsdp2.float8_all_gather with float8_recipe 'rowwise' is not modelled; use 'tensorwise'"),
+        (
+            {"fsdp2": Fsdp2Options(float8_layers=3)},
+            "fsdp2.float8_layers=3 with modules 'transformers' is not modelled; use modules",
+        ),
         ({"fsdp2": GATHERED, "float8_recipe": None}, "float8_recipe 'none' is not modelled; use 'tensorwise'"),
     ],
 )

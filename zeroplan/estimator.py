@@ -584,6 +584,9 @@ def _partly_recomputed(job: JobSpec) -> tuple[str, ...]:
     if first is None:
         return ()
     of = job.model.num_hidden_layers
+    if job.recipe.recompute_layers is None:
+        recipe = job.recipe.float8_recipe
+        return (f"blocks 1 to {first} of {of} run in {recipe}; those after them are called plain; times count all so",)
     return (
         f"blocks 1 to {first} of {of} are recomputed; those after them, which keep all that autograd saves, are called plain",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -510,6 +511,20 @@ def test_a_layer_in_fp8_keeps_a_byte_of_what_its_matrices_read(fp8_recipe: str, 
         2 * hidden * (context + LLAMA.num_key_value_heads * LLAMA.head_dim) + 3 * hidden * width
     )
     assert copies.n_bytes == layouts * matrices
+
+
+def test_matrices_in_fp8_have_buckets_of_their_own_under_megatron_fsdp() -> None:
+    """Each bucket is padded to its ranks times the rows of its own matrices, so twice the ranks may hold as much."""
+    own = MegatronOptions(fp8_format="e4m3", fp8_recipe="tensorwise", fp8_param_gather=True)
+    ranks, hidden, width = 1024, LLAMA.hidden_size, LLAMA.intermediate_size
+    states = estimate(asked(model=LLAMA, mesh={"dp_shard": ranks}, zero_stage=3, megatron=own)).states
+    in_fp8, others = (line.n_bytes for line in states if line.kind is Kind.PARAMETERS)
+    context, keys = (heads * LLAMA.head_dim for heads in (LLAMA.num_attention_heads, LLAMA.num_key_value_heads))
+    row = math.lcm(hidden, context, width)
+    of_layer = 2 * hidden * (context + keys) + 3 * hidden * width
+    assert in_fp8 == LLAMA.num_hidden_layers * row * -(-of_layer // (ranks * row))
+    norms, ends = -(-2 * hidden // ranks), -(-(2 * LLAMA.vocab_size + 1) // ranks) * hidden
+    assert others == 2 * (LLAMA.num_hidden_layers * norms + ends)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from zeroplan.spec.recipe import Fsdp2Options, RecipeSpec
 RUNS = [json.loads(line) for line in (Path(__file__).parent / "torchtitan.jsonl").read_text().splitlines()]
 #: The same for compiled blocks and a compiled loss: a plain loop with torchtitan's model, checkpoints, compiler and FSDP2 units.
 COMPILED = [json.loads(line) for line in (Path(__file__).parent / "torchtitan_compiled.jsonl").read_text().splitlines()]
-#: torchtitan 0.3.0's model, checkpoints, compiler, chunked loss and FSDP2 units in a plain loop, whose steps are the trainer's.
+#: torchtitan 0.3.0's model, checkpoints, compiler, chunked loss and FSDP2 units in a plain loop, whose steps are the trainer's;
+#: ``nvfp4``: blocks, from the first, whose layers are torchtitan's and torchao's of NVFP4; ``float8``: the recipe of all blocks'.
+#: Functions that return tensors of the same sizes replace torchao's kernels and the product of codes.
 SINCE_0_3 = [json.loads(line) for line in (Path(__file__).parent / "torchtitan_0_3.jsonl").read_text().splitlines()]
 PHASES = {"forward": (Phase.FORWARD, Phase.LOSS), "backward": (Phase.BACKWARD, Phase.LOSS), "optimizer step": (Phase.STEP,)}
 
@@ -39,8 +41,11 @@ def job_of(run: dict[str, Any]) -> JobSpec:
     gathered, in_chunks = run.get("float8") == "gathered", run in SINCE_0_3
     recipe = RecipeSpec(
         recompute=run["ac"], optimizer_impl="fused", fused_kernels=",".join(compiled_parts(run)) or None,
-        float8_recipe="tensorwise" if gathered else run.get("float8"), loss="chunked" if in_chunks else "full",
-        fsdp2=Fsdp2Options(modules="torchtitan-0.3" if in_chunks else "torchtitan", float8_all_gather=gathered),
+        float8_recipe="nvfp4" if "nvfp4" in run else "tensorwise" if gathered else run.get("float8"),
+        loss="chunked" if in_chunks else "full",
+        fsdp2=Fsdp2Options(
+            modules="torchtitan-0.3" if in_chunks else "torchtitan", float8_all_gather=gathered, float8_layers=run.get("nvfp4")
+        ),
     )  # fmt: skip
     return JobSpec(model=model, recipe=recipe, mesh=MeshSpec(dp_shard=run["gpus"]), batch=batch)
 
@@ -79,9 +84,9 @@ def test_compiled_blocks_are_never_too_low(run: dict[str, Any]):
         assert -left_out <= beyond <= (most * measured if " block " in highest.name else left_out), (phase, highest.name)
 
 
-@pytest.mark.parametrize("run", SINCE_0_3, ids=[f"{run['ac']} {','.join(compiled_parts(run))}" for run in SINCE_0_3])
+@pytest.mark.parametrize("run", SINCE_0_3, ids=[f"{at} {run['ac']}" for at, run in enumerate(SINCE_0_3)])
 def test_release_0_3_is_never_too_low(run: dict[str, Any]):
-    """A bound, to 2 %, inside compiled blocks; exact elsewhere, but for scalars and the mask of blocks.
+    """A bound, to 3 %, inside compiled blocks; exact elsewhere, but for scalars and the mask of blocks.
 
     The script's flash attention stands for FlexAttention: its output and sums are the same, and its backward also makes gradients
     of keys and values per query head. Those are no peak here.
@@ -93,10 +98,10 @@ def test_release_0_3_is_never_too_low(run: dict[str, Any]):
         highest = max((moment for moment in moments if is_in(phase, moment)), key=lambda one: total_bytes(one.lines))
         beyond = total_bytes(highest.lines) - measured
         inside = " block " in highest.name and "blocks" in run.get("parts", ())
-        assert -left_out <= beyond <= (0.02 * measured if inside else left_out), (phase, highest.name)
+        assert -left_out <= beyond <= (0.03 * measured if inside else left_out), (phase, highest.name)
 
 
-@pytest.mark.parametrize("run", [RUNS[0], RUNS[1], RUNS[2], RUNS[-1], SINCE_0_3[0]])
+@pytest.mark.parametrize("run", [RUNS[0], RUNS[1], RUNS[2], RUNS[-1], *SINCE_0_3])
 def test_formulas_give_the_bytes_of_their_lines(run: dict[str, Any]):
     assert_explained(estimate(job_of(run)))
 

@@ -54,7 +54,7 @@ from zeroplan.verify.watching.timeline import Timeline
 from zeroplan.verify.watching.tracker import Tracker
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from zeroplan.ledger import Line
     from zeroplan.transformer.parameters import BlockRun as LayerRun
@@ -66,7 +66,7 @@ BIASED_AT_WILL = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
     "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
-    "olmo_hybrid",
+    "olmo_hybrid", "youtu",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm", "exaone_moe")
 """Families whose classes always have a window."""
@@ -273,7 +273,12 @@ def _state_space(draw: Random, family: str, heads: int, head_dim: int, hidden: i
 
 def run_of(case: Case) -> BlockRun:
     """Run forward and backward once on a fake GPU, which it installs in this process."""
-    spec, compute, size, number = case
+    return runs_of(case, [case.block])[0]
+
+
+def runs_of(case: Case, numbers: Sequence[int]) -> list[BlockRun]:
+    """Return the same of several blocks, in one run."""
+    spec, compute, size, _ = case
     install_node(ClusterSpec(gpu=gpu("t4-16gb" if compute.kernels == "cuda-7" else "h100-sxm-80gb")))
     tracker, at = Tracker(device=CUDA), dict[str, int]()
     half, mixed = (torch.float16, "fp16-mixed") if compute.is_fp16 else (torch.bfloat16, "bf16-mixed")
@@ -297,6 +302,10 @@ def run_of(case: Case) -> BlockRun:
             loss = model(input_ids=ids, labels=ids, attention_mask=mask_of_padding(ids) if compute.padded else None).loss
         loss.backward()
         live = Timeline(tracker.recording).live
+    return [_of_block(live, at, number) for number in numbers]
+
+
+def _of_block(live: Sequence[int], at: Mapping[str, int], number: int) -> BlockRun:
     begun, back = (live[at[f"{phase} {number}"]] for phase in ("forward", "backward"))
     forward, backward = (
         max(live[at[f"{phase} {number}"] : at[f"{phase} {number} end"] + 1]) for phase in ("forward", "backward")

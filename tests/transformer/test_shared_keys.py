@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -9,15 +10,18 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tests.causal_models import adapted_model
 from tests.simulated import on_the_fake_gpu
-from tests.transformer.drawn_blocks import Case, differences
+from tests.transformer.drawn_blocks import Case, differences, differences_from, runs_of
 from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import model_from_config
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.parameters import BY_KEYS, kinds_by_keys
+from zeroplan.transformer.params import layout
 
 pytestmark = pytest.mark.torch
 
@@ -50,6 +54,28 @@ def test_a_layer_takes_what_is_said(kind: str, compute: str) -> None:
     spec = model_with_shared_keys()
     case = Case(spec, COMPUTES[compute], BATCH, max(1, kinds_by_keys(spec).index(kind)))  # layer 0 holds the tables, too
     assert on_the_fake_gpu(differences, case) == ()
+
+
+@pytest.mark.parametrize("compute", COMPUTES)
+@pytest.mark.parametrize("targets", ["all-linear", "attention"])
+def test_a_layer_with_adapters_takes_what_is_said(targets: str, compute: str) -> None:
+    """One run has every kind of layer. Only all-linear adapts what makes the embeddings of all layers."""
+    pytest.importorskip("peft")
+    spec = replace(model_with_shared_keys(), adapter=AdapterSpec(rank=4, targets=targets))
+    numbers = [max(1, kinds_by_keys(spec).index(kind)) for kind in KINDS]
+    case = Case(spec, COMPUTES[compute], BATCH, 1)
+    for number, run in zip(numbers, on_the_fake_gpu(runs_of, case, numbers), strict=True):
+        assert differences_from(run, case._replace(block=number)) == (), number
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "attention", "per_layer_model_projection"])
+def test_adapters_are_those_that_peft_makes(targets: str) -> None:
+    pytest.importorskip("peft")
+    spec = replace(model_with_shared_keys(), adapter=AdapterSpec(rank=4, targets=targets))
+    made = Counter((tuple(one.shape), one.requires_grad) for one in adapted_model(spec, COMPUTES["bf16"]).parameters())
+    whole = layout(spec)
+    said = [*whole.embeddings, *whole.tail, *(one for run in whole.runs for one in run.parameters * run.layers)]
+    assert Counter((one.shape, not one.frozen) for one in said) == made
 
 
 def test_layers_share_keys_of_the_last_layer_of_their_kind() -> None:

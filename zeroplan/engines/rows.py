@@ -223,7 +223,7 @@ def _as_registered(model: ModelSpec, flat: list[tuple[int, Parameter]], n_blocks
     if model.per_layer is not None:
         late = [each for each in flat if each[1].name.startswith(REGISTERED_LATE)]
         rest = [each for each in flat if each not in late]
-        at = next(at for at, (_, one) in enumerate(rest) if one.name.startswith("model.norm.")) + 1
+        at = next((at for at, (_, one) in enumerate(rest) if one.name.startswith("lm_head.")), len(rest))
         return [*rest[:at], *late, *rest[at:]]
     if model.profile is None:
         return flat

@@ -87,6 +87,8 @@ _SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), 
 _MAMBA = Layers(others=("in_proj", "out_proj"))
 #: Nemotron 3's projections around its experts, where these have a latent.
 LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+#: Gemma 4's layers around the embedding of each layer, and the one before the blocks that all layers read (E2B and E4B).
+OF_EMBEDDINGS, TO_ALL_LAYERS = ("per_layer_input_gate", "per_layer_projection"), "per_layer_model_projection"
 #: NeMo AutoModel's projection in front of a prediction's attention.
 JOINING = "eh_proj"
 #: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
@@ -94,7 +96,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
     "phi": Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
     "opt": Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
-    "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj",)),
+    "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj", *OF_EMBEDDINGS, TO_ALL_LAYERS)),
     "gpt_oss": _ALONE, "granitemoe": _ALONE, "llama4_text": Layers(others=("router",)),
     "mixtral": Layers(mlp=_OF_MIXTRAL), "minimax_m2": Layers(mlp=_OF_MIXTRAL), "qwen2_moe": Layers(others=("shared_expert_gate",)),
     "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
@@ -105,7 +107,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
-    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT,
+    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT, "youtu": _LATENT,
     "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
@@ -121,7 +123,7 @@ ADAPTED_FAMILIES = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
     "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
-    "opt", "olmo_hybrid",
+    "opt", "olmo_hybrid", "internlm3", "youtu",
 )  # fmt: skip
 #: Families with experts whose modules prime-rl replaces by its own, and that are modelled with these.
 OF_PRIME_RL = ("qwen3_moe", "glm4_moe")
@@ -136,6 +138,7 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
     "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe", "opt",
+    "youtu",
 )  # fmt: skip
 #: Families that are modelled under autocast without adapters of experts and routers.
 BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")

@@ -29,7 +29,8 @@ def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None
 def _in_float8(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     """What a graph without its checkpoint keeps of float8 products depends on the sizes of its casts."""
     float8, own = recipe.float8_recipe, recipe.fsdp2.are_torchtitans
-    yield float8 in ("mxfp8", "nvfp4") and f"float8_recipe {float8!r}", "'tensorwise' or 'rowwise'"
+    by_blocks = float8 in ("mxfp8", "nvfp4") and recipe.fsdp2.modules != "torchtitan-0.3"
+    yield by_blocks and f"float8_recipe {float8!r}", "'tensorwise' or 'rowwise'"
     in_graph = recipe.recompute == "selective" or (own and recipe.recompute == "full")
     yield float8 is not None and not in_graph and f"float8_recipe and recompute {recipe.recompute!r}", "recompute 'selective'"
 

@@ -34,6 +34,8 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     """
     if recipe.fsdp2.float8_all_gather:
         refuse("fsdp2.float8_all_gather with", _not_gathered(recipe))
+    if recipe.fsdp2.float8_layers is not None:
+        refuse(f"fsdp2.float8_layers={recipe.fsdp2.float8_layers} with", _not_some_layers(model, recipe))
     if recipe.float8_recipe is None:
         return
     refuse(f"float8_recipe {recipe.float8_recipe!r} with", _not_modelled(model, recipe, mesh))
@@ -48,6 +50,13 @@ def _not_gathered(recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
     yield recipe.float8_recipe != "tensorwise" and f"float8_recipe {recipe.float8_recipe or 'none'!r}", "'tensorwise'"
     yield recipe.fsdp2.cpu_offload and "fsdp2.cpu_offload", "one of them"
     yield not isinstance(recipe.fsdp2.reshard_after_forward, bool | None) and "smaller shards", "reshard_after_forward=true"
+
+
+def _not_some_layers(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
+    yield recipe.float8_recipe is None and "float8_recipe 'none'", "'nvfp4'"
+    yield recipe.fsdp2.modules != "torchtitan-0.3" and f"modules {recipe.fsdp2.modules!r}", "modules 'torchtitan-0.3'"
+    too_many = (recipe.fsdp2.float8_layers or 0) > model.num_hidden_layers
+    yield too_many and f"a model of {model.num_hidden_layers} layers", "fewer"
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:

@@ -1,6 +1,7 @@
 """Checks whether a job's model may have embeddings of each layer (Gemma 4 E2B and E4B)."""
 
 from zeroplan.errors import refuse
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -15,7 +16,7 @@ def check_per_layer(model: ModelSpec, recipe: RecipeSpec) -> None:
         "a model with embeddings of each layer (Gemma 4 E2B, E4B) and",
         (
             (recipe.engine not in _ENGINES and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
-            (model.adapter is not None and "adapters", "full training, or `zeroplan profile --config`"),
+            *_of_adapters(model.adapter),
             (model.frozen is not None and "frozen parts", "full training"),
             (recipe.offload_activations and "offload_activations", "recompute 'full'"),
             (recipe.recompute_layers is not None and "recompute_layers", "recompute 'full' or 'none'"),
@@ -24,6 +25,18 @@ def check_per_layer(model: ModelSpec, recipe: RecipeSpec) -> None:
             (recipe.ddp.compiled and "a compiled model", "DDP without torch.compile"),
             *_of_deepspeed(recipe),
         ),
+    )
+
+
+def _of_adapters(adapter: AdapterSpec | None) -> tuple[tuple[str | bool, str], ...]:
+    if adapter is None:
+        return ()
+    return (
+        (adapter.quantize != "none" and f"quantize={adapter.quantize!r}", "adapters beside weights in 16 bits"),
+        (adapter.trains("embedding") and "a trained embedding beside adapters", "adapters alone"),
+        (not adapter.is_of_peft and "adapters of NeMo AutoModel or prime-rl", "peft's"),
+        (adapter.dora != "none" and "DoRA", "LoRA"),
+        (adapter.compute == "fp32" and "adapters that compute in fp32", "autocast"),
     )
 
 

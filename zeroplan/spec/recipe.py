@@ -174,6 +174,10 @@ class Fsdp2Options(Spec):
     float8_all_gather: bool = False
     """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
 
+    float8_layers: Count | None = None
+    """Only so many blocks, from the first, run in float8, as in torchtitan's NVFP4 recipes; the others stay in 16 bits. Modelled
+    with ``modules="torchtitan-0.3"``."""
+
     @property
     def gathers_ahead(self) -> bool:
         """Whether blocks gather others explicitly, or the last one stays gathered."""

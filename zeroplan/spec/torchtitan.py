@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.compiled import COMPILED_BLOCKS
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -71,4 +72,7 @@ def _of_0_3(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: BatchSp
     keys = model.num_key_value_heads * model.head_dim
     yield bool(keys % mesh.dp_shard) and f"dp_shard={mesh.dp_shard}", f"ranks that divide {keys}, the keys' width"
     yield bool(batch.seq_len % CHUNKS) and f"seq_len {batch.seq_len}", f"a multiple of {CHUNKS}, the chunks of its loss"
-    yield recipe.float8_recipe is not None and f"float8_recipe {recipe.float8_recipe!r}", "none"
+    float8 = recipe.float8_recipe
+    yield float8 not in (None, "mxfp8", "nvfp4") and f"float8_recipe {float8!r}", "'mxfp8' or 'nvfp4'"
+    uncompiled = float8 is not None and COMPILED_BLOCKS not in recipe.fused_parts
+    yield uncompiled and f"float8_recipe {float8!r} without a compiler", "fused_kernels 'compiled-blocks'"

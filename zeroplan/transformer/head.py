@@ -185,7 +185,7 @@ def _with_all_layers(text: HeadPass, question: _Question, batch: Batch, *, recom
     from zeroplan.transformer.families.all_layers import before_blocks  # noqa: PLC0415  few models have them
 
     model, compute, x, values, _ = question
-    made = before_blocks(model, x, values)
+    made = before_blocks(model, compute, x, values)
     apart = () if recomputed or _first_saves_it(question) else made.given
     kinds = [run.kind for run in layout(model).runs if run.kind.endswith("stored")]
     stored = [line for kind in kinds for line in block_pass(model, kind, compute, batch).named] if not recomputed else []

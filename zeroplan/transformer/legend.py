@@ -64,7 +64,7 @@ SYMBOLS: dict[str, str] = {
     "v_g": "width of their values",
     "c_g": "width of their attention output",
     "d_g": "width of one of their heads",
-    "f_s": "width of the MLP of layers that share keys",
+    "f_k": "width of the MLP of layers that share keys",
 }
 
 

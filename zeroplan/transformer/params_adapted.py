@@ -36,7 +36,7 @@ def adapted_layout(whole: Layout, model: ModelSpec, adapter: AdapterSpec) -> Lay
         tail, tied = (*tail, Parameter(_COPY.format("lm_head"), tied.shape, autocast=True)), None
     elif tied is not None and HEAD in names:
         tail = (*tail, *_matrices("lm_head", tied, adapter))
-    embeddings = _with_copies(_frozen(whole.embeddings), adapter)
+    embeddings = _with_copies(tuple(_wrapped(whole.embeddings, adapter, names, few_bits)), adapter)
     return Layout(embeddings, runs, tail, None if tied is None else tied._replace(frozen=True))
 
 

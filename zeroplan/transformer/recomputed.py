@@ -1,4 +1,4 @@
-"""Layouts in which only the first blocks are recomputed: each run of blocks is cut in two."""
+"""Layouts in which only the first blocks are recomputed, or run in float8: each run of blocks is cut in two."""
 
 from functools import lru_cache
 
@@ -9,14 +9,14 @@ from zeroplan.transformer.params import layout, runs_in_order
 
 
 def first_recomputed(model: ModelSpec, recipe: RecipeSpec) -> int | None:
-    """Return how many blocks, from the first, a recipe recomputes; None if it treats all blocks alike.
+    """Return how many blocks, from the first, a recipe recomputes or runs in float8; None if it treats all blocks alike.
 
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=4, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
     >>> [first_recomputed(tiny, RecipeSpec(recompute="full", recompute_layers=layers)) for layers in (None, 3, 4)]
     [None, 3, None]
     """
-    layers = recipe.recompute_layers
+    layers = recipe.recompute_layers or recipe.fsdp2.float8_layers
     return None if layers is None or layers >= model.num_hidden_layers else layers
 
 

@@ -314,9 +314,19 @@ def test_automodels_head_has_no_adapter_that_a_fused_loss_would_read(read: Calla
     assert adapter.layers == AdapterSpec(rank=1).layers
 
 
+@pytest.mark.parametrize(("model", "deferred"), [("Qwen/Qwen3-30B-A3B", True), ("Qwen/Qwen3-8B", False)])
+def test_automodels_experts_reduce_with_the_last_micro_batch(read: Callable[..., Resolved], model: str, deferred: bool):
+    """Only AutoModel's own models with experts defer it, if ``enable_fsdp_optimizations`` is on."""
+    ranks = {"strategy": "fsdp2", "dp_size": 8}
+    for on in (True, False):
+        backend = {"experts": "te", "dispatcher": "hybridep", "enable_fsdp_optimizations": on}
+        said = {"model": {"pretrained_model_name_or_path": model, "backend": backend}, "distributed": ranks}
+        assert read(AUTO | said).job.recipe.sync_every_micro_batch is not (on and deferred)
+
+
 @pytest.mark.parametrize(("linear", "experts"), [("torch", "te"), ("te", "torch_mm")])
 def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], tmp_path: Path, linear: str, experts: str):
-    """A layer keeps a byte and a 32nd for each element of its input, and twice that for its weight.
+    """A layer keeps a byte and a 32nd for each element of its input, and twice that for its weight: experts beyond the step.
 
     It no longer keeps the input in 16 bits, which three projections of attention share. Attention's kernel keeps its output.
     AutoModel's own benchmarks with MXFP8 took more, so that the key stays open.
@@ -341,11 +351,13 @@ def test_automodels_float8_of_transformer_engine(read: Callable[..., Resolved], 
     tokens, width, layers, narrower, own, pairs = 4096, 2048, 48, 768, 16, 8 * 4096
     rows, heads, keys = pairs + 32 * own, 32 * 128, 4 * 128
     quantised = (
-        rows * (width + narrower) + 2 * own * 3 * width * narrower if experts == "te" else
+        rows * (width + narrower) if experts == "te" else
         tokens * (3 * width + heads) + 2 * width * (2 * heads + 2 * keys)
     )  # fmt: skip
     freed = 2 * pairs * (width + narrower) + 4 * own if experts == "te" else 2 * tokens * width
     assert after - before == layers * (quantised * 33 // 32 - freed)
+    kept = [int(line.n_bytes) for line in estimate(narrow).peak.lines if line.reason.startswith("experts' weights")]
+    assert kept == ([layers * 2 * own * 3 * width * narrower * 33 // 32] if experts == "te" else [])
     of({"te_fp8": {"recipe": "mxfp8"}}, peft={"_target_": "x", "dim": 8, "target_modules": ["*.q_proj"]})
     assert "model.backend.te_fp8.recipe" in read_setup(tmp_path / "mine.yaml", gpus=None).matters
     with pytest.raises(SpecError, match="'te-float8' is not modelled with adapters"):

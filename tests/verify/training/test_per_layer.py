@@ -15,6 +15,7 @@ from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.measurement import Measurement
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
@@ -40,6 +41,10 @@ def wide_table() -> ModelSpec:
     return replace(spec, vocab_size=64, per_layer=replace(spec.per_layer, vocab_size=4000, width=32))
 
 
+def adapted(model: ModelSpec, targets: str) -> ModelSpec:
+    return replace(model, adapter=AdapterSpec(rank=4, targets=targets))
+
+
 def job(model: ModelSpec, engine: str, stage: int, **fields: object) -> JobSpec:
     recipe = RecipeSpec(engine=engine, zero_stage=stage, **fields)  # type: ignore[arg-type]  # of the cases below
     return JobSpec(model=model, mesh=MeshSpec(dp_shard=4), batch=BATCH, recipe=recipe)
@@ -60,11 +65,19 @@ SIMULATED = {
     "DDP, fp32, eager": job(few_rows(), "ddp", 0, precision="fp32", attention="eager"),
     "FSDP2, a wide table": job(wide_table(), "fsdp2", 3, precision="bf16-mixed", recompute="full"),
     "FSDP2, selective": job(few_rows(), "fsdp2", 3, precision="bf16-mixed", recompute="selective"),
+    "DDP, adapters": job(adapted(few_rows(), "all-linear"), "ddp", 0, precision="bf16-mixed"),
+    "DDP, adapters, recomputed": job(adapted(few_rows(), "attention"), "ddp", 0, precision="bf16-mixed", recompute="full"),
+    "FSDP2, adapters, recomputed": job(adapted(few_rows(), "all-linear"), "fsdp2", 3, precision="bf16-mixed", recompute="full"),
+    "FSDP2, stage 2, adapters": job(adapted(few_rows(), "attention"), "fsdp2", 2, precision="bf16"),
     "FSDP2, stage 2, eager": job(few_rows(), "fsdp2", 2, precision="bf16", recompute="full", attention="eager"),
 }
 DEEPSPEED = {
     "stage 1": job(few_rows(), "deepspeed", 1, precision="bf16"),
     "stage 2, a wide table": job(wide_table(), "deepspeed", 2, precision="bf16", recompute="full", deepspeed=TIGHT),
+    "stage 1, adapters": job(adapted(few_rows(), "attention"), "deepspeed", 1, precision="bf16", deepspeed=TIGHT),
+    "stage 2, adapters, recomputed": job(
+        adapted(few_rows(), "all-linear"), "deepspeed", 2, precision="bf16", recompute="full", deepspeed=TIGHT
+    ),
     "stage 3": job(few_rows(), "deepspeed", 3, precision="bf16", deepspeed=TIGHT),
     "stage 3, recomputed": job(few_rows(), "deepspeed", 3, precision="bf16", recompute="full", deepspeed=TIGHT),
     "stage 3, a wide table": job(wide_table(), "deepspeed", 3, precision="bf16", recompute="full", deepspeed=STREAMED),
@@ -72,10 +85,11 @@ DEEPSPEED = {
 
 
 def assert_agrees(measured: Measurement) -> None:
-    """The estimate leaves out buffers, and the token ids of two batches."""
+    """The estimate leaves out buffers, and the token ids of two batches: 16 bytes a token."""
     found = compare_with_estimate(measured)
     assert abs(found.peak.error) < 0.001, found
-    assert abs(found.held.error) < 0.001, found
+    left_out = 16 * BATCH.micro_batch_size * BATCH.seq_len
+    assert abs(found.held.measured - found.held.predicted) <= max(left_out, found.held.predicted // 1000), found
 
 
 @pytest.mark.parametrize("name", SIMULATED)

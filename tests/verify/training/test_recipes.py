@@ -203,3 +203,14 @@ def test_what_cannot_be_run_is_refused_in_one_line(recipe: dict[str, object], sa
 
     with pytest.raises(MeasurementError, match=says):
         workload(job(**recipe), dtype=torch.float32, device="meta")
+
+
+def test_blocks_are_resharded_over_as_many_ranks_as_said(monkeypatch: pytest.MonkeyPatch):
+    """``True`` instead of a number would mean all ranks."""
+    from zeroplan.verify.training import fsdp2
+
+    passed = list[bool | int]()
+    monkeypatch.setattr(fsdp2, "fully_shard", lambda _, **options: passed.append(options["reshard_after_forward"]))
+    recipe = RecipeSpec(fsdp2=Fsdp2Options(reshard_after_forward=2))
+    fsdp2.shard(torch.nn.Module(), [torch.nn.Module() for _ in range(3)], recipe, mesh=None, experts=None)
+    assert passed == [2, 2, 2, False]

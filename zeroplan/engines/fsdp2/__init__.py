@@ -186,7 +186,8 @@ def notes_of(recipe: RecipeSpec) -> Iterator[str]:
     if recipe.offload_activations:
         yield note(recipe.recompute)
     if recipe.float8_recipe in ("mxfp8", "nvfp4"):
-        how = "read from its code, not run" if recipe.float8_recipe == "mxfp8" else "that of its code without its kernels"
+        read = recipe.float8_recipe == "mxfp8" and COMPILED_BLOCKS not in recipe.fused_parts
+        how = "read from its code, not run" if read else "that of its code without its kernels"
         yield (
             f"linear layers of the blocks run in torchao's {recipe.float8_recipe}, whose memory is {how}; "
             "parameters are gathered in the compute dtype"

@@ -330,10 +330,15 @@ def plan_of(
     compute = compute_of(recipe, tp=tp, ep=int(mesh.ep), cp=cp)
     compute = compute._replace(autocast=True) if autocast else compute
     passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
-    recomputes = tuple(recompute_of(run, compute) for run in cut.tree.runs)
+    alike = recipe.recompute_layers is None
+    recomputes = tuple(compute.recompute if alike else recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.frozen_as_trained else width.compute
     buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *_older_tables(model, recipe))
     here, there = _held(_states(cut, tensors, recipe, frozen_width, updated), buffers, recipe, cut)
+    if {"te-float8", "te-experts"} <= set(recipe.fused_parts):
+        from zeroplan.transformer.families.te_float8 import cached  # noqa: PLC0415  keeps start-up fast
+
+        here = (*here, cached(cut.tree))
     in_the_loop = held_beside(model, recipe, batch) if cp == 1 or part is not None else (_whole_sequences(batch, cp),)
     return Plan(
         recipe=recipe,
@@ -459,8 +464,8 @@ def _program(
     if recipe.fsdp2.are_torchtitans:
         from zeroplan.engines.fsdp2.torchtitan import passes_of  # noqa: PLC0415  only its jobs pay for it
 
-        block, head, rotations = passes_of(model, recipe, batch)
-        return (block,), head, (rotations,)
+        blocks, head, rotations = passes_of(model, recipe, batch)
+        return blocks, head, (rotations,)
     passes = tuple(run_pass(model, run, compute, batch) for run in tree.runs)
     return passes, outside(model, recipe, batch, tp=compute.tp, cp=compute.cp), ()
 

@@ -26,6 +26,7 @@ from zeroplan.transformer.families.ending import CHUNKS
 from zeroplan.transformer.families.torchtitan import LAYER, NORM, rotations
 from zeroplan.transformer.families.traced import torchtitan_block
 from zeroplan.transformer.families.widths import Widths, widths
+from zeroplan.transformer.recomputed import first_recomputed
 from zeroplan.transformer.symbols import T
 
 if TYPE_CHECKING:
@@ -41,14 +42,16 @@ DOCUMENTS = "torchtitan 0.3.0, models/common/attention.py, get_efficient_causal_
 ACCUMULATED = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.accumulate_unsharded_grad_if_needed"
 
 
-def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[BlockPass, HeadPass, Line]:
-    """Return one forward and backward pass of a block, and of the part outside; and the model's table of rotations."""
+def passes_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[tuple[BlockPass, ...], HeadPass, Line]:
+    """Return one forward and backward pass of each run's block, and of the part outside; and the model's table of rotations."""
     x, fused = widths(model, compute_of(recipe), batch), compute_of(recipe).fused
-    block = torchtitan_block(model, x, recipe.recompute, fused, recipe.fsdp2.modules)
+    plain = tuple([one for one in fused if not one.startswith("float8-")])
+    kinds = (fused,) if first_recomputed(model, recipe) is None else (fused, plain)
+    blocks = tuple([torchtitan_block(model, x, recipe.recompute, one, recipe.fsdp2.modules) for one in kinds])
     compiled = COMPILED_LOSS in recipe.fused_parts
     if recipe.fsdp2.modules == "torchtitan-0.3":
-        return block, _chunked(x, model.vocab_size, batch, compiled=compiled), rotations(x, model.num_hidden_layers)
-    return block, _head_pass(x, model.vocab_size, batch, compiled=compiled), rotations(x)
+        return blocks, _chunked(x, model.vocab_size, batch, compiled=compiled), rotations(x, model.num_hidden_layers)
+    return blocks, _head_pass(x, model.vocab_size, batch, compiled=compiled), rotations(x)
 
 
 def _head_pass(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPass:

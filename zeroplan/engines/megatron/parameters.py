@@ -30,10 +30,15 @@ def in_fp8(job: Job, counts: tuple[int, ...]) -> Int:
     found: Int = 0
     for run, layers in zip(runs_of(job), counts if job.recipe.megatron.fp8_format is not None else (), strict=False):
         for parameter in run.parameters:
-            if len(parameter.shape) > 1 and "gate." not in f".{parameter.name}":
+            if multiplies_in_fp8(parameter):
                 found = found + layers * of_one_rank(parameter, job)
         found = found + layers * of_shared_expert(run.kind, job)
     return found
+
+
+def multiplies_in_fp8(parameter: Parameter) -> bool:
+    """Whether a layer's parameter is a matrix that multiplies in FP8 under ``--fp8-format``: any but a router."""
+    return len(parameter.shape) > 1 and "gate." not in f".{parameter.name}"
 
 
 def of_shared_expert(kind: str, job: Job) -> Int:

@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from typing import NamedTuple
 
 from zeroplan.engines.megatron.adapters import trained_by
-from zeroplan.engines.megatron.buckets import padded_ends, padded_layer
+from zeroplan.engines.megatron.buckets import Padded, padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.parameters import elements_of, ends_of, in_fp8, table_of
 from zeroplan.engines.megatron.whole_matrices import Owned, owned_by
@@ -85,7 +85,8 @@ def _made(at: int, job: Job) -> Rank:
     first, last = at == 0, at == pp - 1
     stages = stages_of(at, job)
     each = tuple(counts_of(stage, job) for stage in stages)
-    inside, experts, matrices = elements_of(job, tuple(map(sum, zip(*each, strict=True))))
+    counts = tuple(map(sum, zip(*each, strict=True)))
+    inside, experts, matrices = elements_of(job, counts)
     embedding, end = ends_of(job)
     ends: Int = (embedding if first else 0) + (end if last else 0)
     if last and not first and (model.tie_word_embeddings or job.recipe.megatron.mtp_num_layers):
@@ -96,16 +97,17 @@ def _made(at: int, job: Job) -> Rank:
     frozen: Int = 0
     if model.adapter is not None:
         frozen = inside + ends + experts
-        counts = tuple(map(sum, zip(*each, strict=True)))
         ends, (inside, experts) = 0, trained_by(job, counts, is_first=first, is_last=last)
     matrices = matrices + (model.positions * model.hidden_size if first else 0)
-    inside, experts = (inside + ends, experts) if job.recipe.zero_stage < WEIGHTS_TOO else _padded(each, job)
+    padded, by_muon = Padded(inside + ends, experts, in_fp8(job, counts)), job.recipe.optimizer == "muon"
+    if job.recipe.zero_stage == WEIGHTS_TOO:
+        padded = _padded(counts, job)
     return Rank(
         at,
-        inside,
-        experts,
+        padded.beside,
+        padded.experts,
         matrices,
-        in_fp8(job, tuple(map(sum, zip(*each, strict=True)))),
+        padded.in_fp8,
         flying,
         _embedded_at_once(schedule, job.batch) if first else 0,
         last,
@@ -113,7 +115,7 @@ def _made(at: int, job: Job) -> Rank:
         each,
         schedule,
         frozen,
-        _by_muon(each, Owned(matrices + experts, inside - matrices), job, at) if job.recipe.optimizer == "muon" else None,
+        _by_muon(each, Owned(matrices + padded.experts, padded.beside - matrices), job, at) if by_muon else None,
     )
 
 
@@ -121,16 +123,16 @@ def _by_muon(each: tuple[Counts, ...], whole: Owned, job: Job, at: int) -> Owned
     return owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=at == 0, last=at == int(job.mesh.pp) - 1)
 
 
-def _padded(each: tuple[Counts, ...], job: Job) -> tuple[Int, Int]:
-    """Return the elements of all buckets under Megatron-FSDP's stage 3, outside experts and of experts."""
+def _padded(counts: Counts, job: Job) -> Padded:
+    """Return the elements of all buckets under Megatron-FSDP's stage 3."""
     several, of_experts = sharers(job), expert_sharers(job)
     embedding, end = ends_of(job)
     table, others = padded_ends(job, table_of(job), embedding + end - table_of(job), several)
-    beside, experts = table + others, 0 * table
-    for at, layers in enumerate(map(sum, zip(*each, strict=True))):
+    found = Padded(table + others, 0, 0)
+    for at, layers in enumerate(counts):
         of_layer = padded_layer(job, at, sharers=several, expert_sharers=of_experts)
-        beside, experts = beside + layers * of_layer[0], experts + layers * of_layer[1]
-    return beside, experts
+        found = Padded(*(one + layers * more for one, more in zip(found, of_layer, strict=True)))
+    return found
 
 
 def _embedded_at_once(schedule: Schedule, batch: Batch) -> Int:

@@ -211,7 +211,7 @@ def sharding_of(rank: Rank, job: Job) -> Sharding | None:
     units, besides, shares = list[Int](), list[Int](), list[Int]()
     several, of_experts = sharers(job), expert_sharers(job)
     for at, layers in enumerate(rank.counts):
-        beside, experts = padded_layer(job, at, sharers=several, expert_sharers=of_experts)
+        beside, experts, _ = padded_layer(job, at, sharers=several, expert_sharers=of_experts)
         shares += [maximum(ceil_div(beside, several), ceil_div(experts, of_experts))] * layers
         units += [beside + where(of_experts > 1, experts, 0)] * layers
         besides += [where((of_experts > 1) & (experts > 0), beside, 0)] * layers

@@ -4,21 +4,22 @@ The model looks up every layer's embedding of each token in a second table. It p
 elements, normalises each layer's part, and adds both.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from typing import NamedTuple
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.blocks import BackwardPoint, GradientArrivals
+from zeroplan.transformer.blocks import BackwardPoint, Compute, GradientArrivals
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.definition import Training, definition_of
+from zeroplan.transformer.families.frozen import linear
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import BLOCK_INPUT
-from zeroplan.transformer.families.tape import Alive, Site, Store, Tape, Value
-from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes
+from zeroplan.transformer.families.tape import Alive, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, training_of
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.symbols import T, V, V_l, h, h_l, n_l, r, w_l
 
@@ -47,6 +48,10 @@ class _Structure(NamedTuple):
     family: str
     wide: bool
     autocast: bool
+    projection: Training | None = None
+    """How the projection is trained beside adapters."""
+    given_tracked: bool = True
+    """Autograd tracks the first block's input."""
 
 
 class _Planned(NamedTuple):
@@ -57,9 +62,9 @@ class _Planned(NamedTuple):
     given: Places
 
 
-def before_blocks(model: ModelSpec, x: Widths, values: Values) -> Before:
+def before_blocks(model: ModelSpec, compute: Compute, x: Widths, values: Values) -> Before:
     """Return the memory of the part before the blocks, for one batch. [bytes]"""
-    plan, looked_up, made, kept, given = _plan_of(_Structure(model.family, x.element == 4, x.residual != x.element))
+    plan, looked_up, made, kept, given = _plan_of(_structure_of(model, compute, x))
     sizes = Sizes(plan, values)
     points = tuple([point._replace(lines=(*point.lines, *_copies(point.live_casts))) for point in sizes.points("none")])
     saved = (*sizes.lines(kept), *_copies(sizes.elements(plan.casts)))
@@ -72,28 +77,45 @@ def _copies(elements: int) -> tuple[Line, ...]:
     return (Line(Kind.WEIGHT_CASTS, 2 * elements, reason, f"2·{elements}", _MODEL),) if elements else ()
 
 
+def _structure_of(model: ModelSpec, compute: Compute, x: Widths) -> _Structure:
+    adapter, recomputed = model.adapter, compute.recompute != "none"
+    training = None if adapter is None else training_of(model, "", compute)
+    autocast = compute.autocast and (training is None or not training.wide_adapters)
+    given_tracked = adapter is None or recomputed
+    return _Structure(model.family, x.element == 4, autocast, training, given_tracked)
+
+
 @lru_cache(maxsize=64)
 def _plan_of(structure: _Structure) -> _Planned:
     """Run the part forward and backward, from the gradients of the embeddings of all layers and of the first block's input."""
-    tape, index = Tape(wide=structure.wide, autocast=structure.autocast, saving=True), Index()
+    training = structure.projection
+    narrow = training is not None and not training.wide_residual
+    tape, index = Tape(wide=structure.wide, autocast=structure.autocast, saving=True, narrow=narrow), Index()
+    if training is not None:
+        tape.mode = Mode(partial(linear, training=training), weights_frozen=True)
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
-    given, looking_up, made = _run(tape, definition_of(structure.family).program.norm)
+    given, looking_up, made = _run(tape, definition_of(structure.family).program.norm, structure)
     forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
     kept = index.of(one for one in tape.saved if one is not given.store)
     saved = index.of((given.store,) if given.store in tape.saved else ())
     looked_up, of_all = index.of(looking_up), index.of((made.store,))
     tape.release(given, made)
-    tape.arriving[given] = Store(op.GRADIENT, "gradient of the first block's input", r * given.shape, _MODEL)
-    tape.run_backward(made, Store(op.GRADIENT, "gradient of the embeddings of all layers", r * made.shape, _MODEL))
-    points, arrivals = index.moments(_highest_of_each(tape, dtypes)), index.arrivals(tape.gradients.arrivals)
+    if structure.given_tracked:
+        tape.arriving[given] = Store(op.GRADIENT, "gradient of the first block's input", r * given.shape, _MODEL)
+    if made not in tape.untracked:
+        tape.run_backward(made, Store(op.GRADIENT, "gradient of the embeddings of all layers", r * made.shape, _MODEL))
+    moments = [] if made in tape.untracked else _highest_of_each(tape, dtypes)
+    points, arrivals = index.moments(moments), index.arrivals(tape.gradients.arrivals)
     plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals)
     return _Planned(plan, looked_up, of_all, kept, saved)
 
 
-def _run(tape: Tape, norm: Norm) -> tuple[Value, tuple[Store, ...], Value]:
+def _run(tape: Tape, norm: Norm, structure: _Structure) -> tuple[Value, tuple[Store, ...], Value]:
     """Run it forward. Return the first block's input, what is alive beside the table's rows, and the embeddings of all layers."""
     given = _embedded(tape, "token embeddings", T * h, h * V)
     given.store.tag = BLOCK_INPUT
+    if structure.given_tracked:
+        tape.untracked.discard(given)
     own = _embedded(tape, "rows of the table of all layers", T * w_l, V_l * w_l)
     looking_up = tape.moments[-1].stores
     wide = op.linear(tape, given, w_l, Site("projection to all layers", _MODEL, layer="per_layer_model_projection"))
@@ -109,7 +131,7 @@ def _run(tape: Tape, norm: Norm) -> tuple[Value, tuple[Store, ...], Value]:
 def _embedded(tape: Tape, reason: str, shape: Size, weight: Size) -> Value:
     """Look up an embedding and multiply by a constant, a buffer."""
     bare = op.tensor(tape, reason, r, shape, _MODEL)
-    tape.add(reason, (bare,), (), op.makes_weight_gradient(weight), of=None)
+    tape.add(reason, (bare,), (), op.makes_weight_gradient(weight), of=tape.with_weight())
     return op.scaled(tape, bare, f"{reason}, scaled", Site(f"{reason}, scaled", _MODEL))
 
 

@@ -80,6 +80,8 @@ class Training(NamedTuple):
     """Adapters beside each layer in prime-rl's modules; 0: one, in peft's."""
     looped: bool = False
     """Those adapters' products run one after the other."""
+    all_layers_tracked: bool = True
+    """Autograd tracks the embeddings of all layers (Gemma 4 E2B and E4B)."""
 
     @property
     def wide_residual(self) -> bool:

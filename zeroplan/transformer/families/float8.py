@@ -93,13 +93,13 @@ def _linear_in_blocks(
         if four and what == "weight":
             wide = (f"{part} of the {name}'s weight in fp32" for part in ("copy", "absolute values"))
             tape.drop(*[tape.make(TEMPORARY, reason, 4 * matrix, FOUR_BITS) for reason in wide])
-        factors.append(tape.make(TEMPORARY, *_in_blocks(f"{what} of the {name}", size, four=four), source))
+        factors.append(tape.make(TEMPORARY, *in_blocks(f"{what} of the {name}", size, four=four), source))
         if four:
-            kept.append(tape.make(TENSOR, *_in_blocks(f"{what} of the {name}, by columns", size, four=True), source))
+            kept.append(tape.make(TENSOR, *in_blocks(f"{what} of the {name}, by columns", size, four=True), source))
     made = op.tensor(tape, f"output of the {name}", e, outputs, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
     tape.drop(*factors)
-    cast = partial(_in_blocks, four=four)
+    cast = partial(in_blocks, four=four)
     by_columns = cast(f"gradient, by columns, of the {name}", outputs)
     before = (
         cast(f"gradient of the output of the {name}", outputs),
@@ -116,7 +116,7 @@ def _linear_in_blocks(
     return made
 
 
-def _in_blocks(what: str, elements: Size, *, four: bool) -> op.Named:
+def in_blocks(what: str, elements: Size, *, four: bool) -> op.Named:
     """Codes of 8 or 4 bits, and a byte for the scale of 32 or 16 of them."""
     size = ceil(elements, 2) + ceil(elements, 16) if four else elements + ceil(elements, 32)
     return f"{what} in {'NVFP4' if four else 'MXFP8'}", size

@@ -41,6 +41,9 @@ def begin(tape: Tape, block: Block, source: str) -> Value:
     It returns the embeddings of all layers.
     """
     every = _of_others(tape, block, "embeddings", ("embeddings of all layers", r, T * w_l), source)
+    if block.training is not None and not block.training.all_layers_tracked:
+        tape.untracked.add(every)
+        tape.arriving.pop(every, None)
     if block.own is None:
         return every
     other: LayerKind = "global" if block.heads == "local" else "local"

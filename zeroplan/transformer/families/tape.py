@@ -381,6 +381,8 @@ class OnDemand:
         """Kept tensors that no operator saves: their first use frees them."""
         self.scaled = set[Store]()
         """Inputs of products in float8 whose scales per row are kept."""
+        self.in_four_bits = dict[Store, Store]()
+        """The NVFP4 codes, by columns, of inputs of products."""
 
     def learn(self, outputs: tuple[Value, ...], of: tuple[Value, ...] | None, saved: Saved) -> None:
         """Remember the inputs of an operator: ``of``, or the tensors of others that it saves."""
@@ -718,6 +720,8 @@ class Tape:
 
     def forget_last_product(self) -> None:
         """Let go of the block's last product: only the block's output needs it, and a compiled graph keeps none such."""
+        if not self.selected.products:  # all of them are in NVFP4
+            return
         if self.selected.keeps and len(self.selected.products) % 2:
             self.drop(self.selected.products[-1])
         self.selected.products.pop()

@@ -1,18 +1,33 @@
 """Layers that Transformer Engine runs in float8 in NeMo AutoModel's models: the most that they allocate. Read, not run.
 
 A layer quantises its input and its weight in two orders: by rows for its own product, by columns for those of its backward. It
-keeps the input by columns. The weight's copies count until the backward, though new releases make them again under FSDP2.
+keeps the input by columns. The copies of a linear layer's weight count until the backward, though new releases make them again
+under FSDP2. Those of the experts' weights outlive the step: AutoModel tells every layer which micro-batch is the first, so that the
+experts keep them for the next ones (``_fp8_workspaces``), even if FSDP2 shards the weights.
 A byte for the scale of 32 elements is the most that a recipe has. Experts pad their pairs to whole groups of 32.
 """
 
 from zeroplan.expr import Size, ceil
-from zeroplan.ledger import Role, Tag
+from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.tape import Mode, P_own, Site, Store, Tape, Value
+from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.symbols import T, e, h, r, x
 
 LINEAR = "Transformer Engine d0067d0, pytorch/module/linear.py, _linear_forward_impl"
 GROUPED = "Transformer Engine d0067d0, pytorch/module/grouped_linear.py, _GroupedLinear.forward"
+
+
+CACHED = "Transformer Engine d0067d0, pytorch/module/grouped_linear.py, _GroupedLinear.forward, cache_weight"
+_MATRICES = 3  # dimensions of a tensor of one matrix for each expert
+
+
+def cached(tree: Layout) -> Line:
+    """Return the copies of all experts' weights of a rank in both orders, which its layers keep. [bytes]"""
+    matrices = [(run.layers, one) for run in tree.runs for one in run.parameters if ".experts." in one.name]
+    elements = sum(layers * one.numel for layers, one in matrices if len(one.shape) == _MATRICES)
+    n_bytes = 2 * (elements + elements // 32)
+    return Line(Kind.PARAMETERS, n_bytes, "experts' weights in float8, in both orders", f"2·{n_bytes // 2}", CACHED)
 
 
 def mode_of(mode: Mode) -> Mode:
@@ -29,7 +44,8 @@ def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = 
     if site.name.startswith("router"):
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
-    kept = _copies(tape, site.name, T * reads, reads * width, LINEAR)
+    kept = _copies(tape, site.name, T * reads, LINEAR)
+    kept += (tape.make(op.TENSOR, f"weights of {site.name} in float8, in both orders", 2 * _quantised(reads * width), LINEAR),)
     made = op.tensor(tape, f"output of the {site.name}", e, T * width, site.source, Tag(Role.OUTPUT, site.module))
     tape.matrix_product(made.store)
     backward = op.in_turn(
@@ -43,13 +59,12 @@ def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = 
     return made
 
 
-def _copies(tape: Tape, name: str, inputs: Size, matrix: Size, source: str) -> tuple[Store, ...]:
-    """Quantise a layer's input and weights. Return what its backward reads."""
+def _copies(tape: Tape, name: str, inputs: Size, source: str) -> tuple[Store, ...]:
+    """Quantise a layer's input. Return what its backward reads of it."""
     by_rows = tape.make(op.TEMPORARY, f"input of {name} in float8, by rows", _quantised(inputs), source)
     by_columns = tape.make(op.TENSOR, f"input of {name} in float8, by columns", _quantised(inputs), source)
-    weights = tape.make(op.TENSOR, f"weights of {name} in float8, in both orders", 2 * _quantised(matrix), source)
     tape.drop(by_rows)
-    return by_columns, weights
+    return (by_columns,)
 
 
 def grouped(tape: Tape, value: Value, site: tuple[str, Size, Size]) -> Value:
@@ -60,7 +75,7 @@ def grouped(tape: Tape, value: Value, site: tuple[str, Size, Size]) -> Value:
     )  # arguments of a function, which the tape does not search
     rows = pairs + 32 * x
     padded = tape.make(op.TEMPORARY, f"{name}: padded input or output", e * rows * (reads + width), GROUPED)
-    kept = _copies(tape, name, rows * reads, x * reads * width, GROUPED)
+    kept = _copies(tape, name, rows * reads, GROUPED)
     made = op.tensor(tape, f"{name}: output", r, P_own * width, GROUPED)
     tape.drop(padded)
     backward = op.in_turn(

@@ -33,6 +33,7 @@ from zeroplan.transformer.families.widths import (
     one_key_head,
     quantities,
     renamed,
+    tracks_all_layers,
     values_of,
 )
 from zeroplan.transformer.parameters import HANDED, SHARED, WITH_EXPERTS, WITH_STATES, OwnKeys, own_keys, plain_kind
@@ -277,7 +278,7 @@ def structure_of(
     model: ModelSpec, kind: str, compute: Compute, x: Widths, *, masked: bool, single: bool = False
 ) -> Block:  # fmt: skip
     """Return the structure of a model's block of this kind. ``single``: the batch is one sequence, of one chunk."""
-    training, kind = _training(model, kind, compute), plain_kind(model, kind)
+    training, kind = training_of(model, kind, compute), plain_kind(model, kind)
     no_experts = kind.startswith("dense") or (TRAITS[model.family].one_module and kind not in WITH_EXPERTS)
     dense = model.moe is None or no_experts
     sharded = compute.tp > 1
@@ -374,7 +375,7 @@ def _chunks(kind: str, *, one: bool) -> Chunks:
     return "one" if one else "several"
 
 
-def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
+def training_of(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
     """Return how a block is trained; None if all of it is trained and autograd tracks its input.
 
     With recomputation autograd tracks the embedding's output: transformers 5.23, modeling_utils.py,
@@ -394,6 +395,7 @@ def _training(model: ModelSpec, kind: str, compute: Compute) -> Training | None:
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
             looped=adapter.looped, dora=adapter.dora,
+            all_layers_tracked=tracks_all_layers(model, recomputed),
         )  # fmt: skip
     if model.frozen is None:
         return None

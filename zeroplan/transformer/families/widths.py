@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
+from zeroplan.spec.adapter import TO_ALL_LAYERS
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
@@ -252,7 +253,7 @@ def names_in_formulas(heads: Literal["", "local", "global"], *, wide_mlp: bool) 
     ``heads``: those of its kind of layers, in a model where layers of full attention have their own; ``wide_mlp``: its MLP has
     the width of layers that share keys.
     """
-    return _NAMES[heads] | ({"f": "f_s"} if wide_mlp else {})
+    return _NAMES[heads] | ({"f": "f_k"} if wide_mlp else {})
 
 
 def renamed(formula: str, names: Mapping[str, str]) -> str:
@@ -268,9 +269,17 @@ def of_global_heads(model: ModelSpec) -> dict[str, int]:
     """Return the widths of layers of full attention in such a model, and of the MLP of layers that share keys, 0 in others."""
     own = model.of_kind("global_shared") if model.global_head_dim else None
     if own is None:
-        return dict.fromkeys((*_OF_GLOBAL.values(), "f_s"), 0)
+        return dict.fromkeys((*_OF_GLOBAL.values(), "f_k"), 0)
     query, key = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
-    return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_s": own.intermediate_size}
+    return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_k": own.intermediate_size}
+
+
+def tracks_all_layers(model: ModelSpec, recomputed: bool) -> bool:  # noqa: FBT001  one of two arguments
+    """Whether autograd tracks the embeddings of all layers: beside adapters only through one of their projection.
+
+    With recomputation it tracks the embedding's output.
+    """
+    return model.per_layer is None or model.adapter is None or recomputed or TO_ALL_LAYERS in model.linear_layers_adapted
 
 
 def received_pairs(x: Widths, moe: MoeSpec | None, ranks: int = 1) -> Int:

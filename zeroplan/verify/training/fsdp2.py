@@ -68,7 +68,7 @@ def shard(
     for block in blocks:
         fully_shard(
             block, mesh=mesh, mp_policy=policy, offload_policy=offload,
-            reshard_after_forward=resharding(recipe) and not (recipe.fsdp2.keeps_last and block is blocks[-1]),
+            reshard_after_forward=False if recipe.fsdp2.keeps_last and block is blocks[-1] else resharding(recipe),
             shard_placement_fn=None if experts is None else placement(block, mesh, experts),
         )  # fmt: skip
     if recipe.fsdp2.gathers_ahead:
