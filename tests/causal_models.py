@@ -30,7 +30,7 @@ MEASURED = (
     "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
     "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text", "arcee", "deepseek_v2",
     "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2", "helium", "stablelm", "hy_v3", "lfm2", "lfm2_moe",
-    "apertus", "falcon", "olmo3", "minimax", "kimi_linear", "exaone_moe", "olmo_hybrid",
+    "apertus", "falcon", "olmo3", "minimax", "kimi_linear", "exaone_moe", "olmo_hybrid", "internlm3", "youtu",
 )  # fmt: skip
 
 

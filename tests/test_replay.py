@@ -27,7 +27,7 @@ from zeroplan.resolve import job
 from zeroplan.saved_runs.perfetto import save_events
 from zeroplan.saved_runs.snapshot import save_requests
 from zeroplan.snapshots.reading import read_snapshot
-from zeroplan.spec.hardware import SETTINGS
+from zeroplan.spec.hardware import SETTINGS, AllocatorSettings
 from zeroplan.spec.recipe import DdpOptions, DeepSpeedOptions, Fsdp1Options, Fsdp2Options
 from zeroplan.units import GIB, MIB
 
@@ -420,6 +420,38 @@ def test_the_first_micro_batch_alone_runs_out_where_all_steps_do(engine: str, st
         room = whole.replayed().allocated_bytes * share // 100
         assert StepReplay(asked).full_at(room) == whole.full_at(room)
         assert StepReplay(asked).on_card(room) == whole.on_card(room)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_room_below_what_requests_hold_needs_no_replay(settings: AllocatorSettings):
+    """The answer is that of the replay: the least room that it accepts is never below the bound."""
+    step = StepReplay(_job(stage=3))
+    for percent in (100, 102, 105, 120):
+        room = step.held_bytes * percent // 100
+        assert step.fits(room, settings) == step.on_card(room, settings).fits
+    assert not step.fits(step.held_bytes - 1, settings)
+    assert not step.on_card(step.held_bytes - 1, settings).fits
+
+
+@pytest.mark.parametrize("options", [{}, _AWAY, {"zero_hpz_partition_size": 2}, {"overlap_comm": False, **_AWAY}])
+def test_micro_batches_of_a_kind_are_written_and_replayed_once(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """Their requests are those of micro-batches written one by one, and the allocator ends in the same state."""
+    asked = job(
+        model="gpt2", gpus=8, engine="deepspeed", stage=3, seq_len=128, grad_accum=4, deepspeed=DeepSpeedOptions(**options)
+    )
+    short = StepReplay(asked)
+    with monkeypatch.context() as one_by_one:
+        one_by_one.setattr(deepspeed_stage3.Step, "kind_of", lambda *_: None)
+        long = StepReplay(asked)
+        assert not long.log.repeated
+    assert len(short.log.repeated) >= 4
+    for name in ("events", "requests", "spans", "calls", "held", "products"):
+        assert getattr(short.log, name) == getattr(long.log, name)
+    for settings in SETTINGS:
+        assert short.replayed(settings) == long.replayed(settings)
+        room = short.replayed(settings).reserved_bytes
+        for less in (0, room // 50, room // 20):
+            assert short.on_card(room - less, settings) == long.on_card(room - less, settings)
 
 
 def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():

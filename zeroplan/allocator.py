@@ -25,7 +25,7 @@ Left out: the settings that change sizes (``max_split_size_mb``, ``roundup_power
 
 import os
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import cast
 
 from zeroplan.numeric import round_up
@@ -98,6 +98,11 @@ class _Pool:
     def free(self) -> list[Chunk]:
         """The free chunks by size, then by address."""
         return [chunk for _, _, chunk in self._ordered]
+
+    @property
+    def places(self) -> tuple[tuple[int, int], ...]:
+        """The sizes and addresses of free chunks and of holes."""
+        return *((size, address) for size, address, _ in self._ordered), *((hole.size, hole.address) for hole in self.holes)
 
     def add(self, chunk: Chunk) -> None:
         chunk.free = True
@@ -230,6 +235,14 @@ class CachingAllocator:
             self._freed(chunk)
         else:
             self._waiting.append((once_at, chunk))
+
+    @property
+    def free(self) -> Hashable:
+        """The free memory, whose state decides how the next requests are served; None while a block waits for another stream."""
+        if self._waiting:
+            return None
+        pools = [(key, pool.end_address, pool.places) for key, pool in self._pools.items()]
+        return self.reserved_bytes, self.allocated_bytes, tuple(pools)
 
     def reached(self, point: int) -> None:
         """Free the chunks that wait for the GPU to reach this point or an earlier one. Points are numbered in program order."""

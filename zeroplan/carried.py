@@ -8,6 +8,7 @@ runs' deviations (Robinson 1991, doi:10.1214/ss/1177011926).
 """
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from zeroplan.spec.job import JobSpec
@@ -81,14 +82,18 @@ def expected(runs: Sequence[Deviating], of: Alike, parts: Parts = FITTED) -> flo
     >>> [round(expected(several, other), 3) for several in ([Deviating(one, 0.1)], [Deviating(one, 0.1)] * 9)]
     [0.032, 0.052]
     """
+    towards = (_shared(one.alike, of, parts) for one in runs)
+    return sum(shared * by for shared, by in zip(towards, _solved(tuple(runs), parts), strict=True))
+
+
+@lru_cache(maxsize=16)
+def _solved(runs: tuple[Deviating, ...], parts: Parts) -> tuple[float, ...]:
+    """Return the runs' deviations divided by the matrix of their covariances."""
     import numpy as np  # noqa: PLC0415  keeps start-up fast
 
-    if not runs:
-        return 0.0
-    among = np.array([[_shared(one.alike, other.alike, parts) for other in runs] for one in runs])
-    among += parts.own**2 * np.eye(len(runs)) + np.diag([_unshared(one.alike, parts) for one in runs])
-    towards = np.array([_shared(one.alike, of, parts) for one in runs])
-    return float(towards @ np.linalg.solve(among, np.array([one.deviation for one in runs])))
+    among = np.array([[_shared(one.alike, other.alike, parts) for other in runs] for one in runs]).reshape(len(runs), len(runs))
+    among += np.diag([parts.own**2 + _unshared(one.alike, parts) for one in runs])
+    return tuple(float(one) for one in np.linalg.solve(among, np.array([one.deviation for one in runs])))
 
 
 def _shared(one: Alike, other: Alike, parts: Parts) -> float:

@@ -286,7 +286,7 @@ class Estimate:
     def fits_in_replay(self, settings: AllocatorSettings) -> bool:
         """Whether the replayed step has enough memory on the GPU; True without a replay or a GPU."""
         room = self.allocator_room_bytes
-        return self.replay is None or room is None or self.replay.on_card(room, settings).fits
+        return self.replay is None or room is None or self.replay.fits(room, settings)
 
     @property
     def needs_expandable_segments(self) -> bool:

@@ -7,14 +7,15 @@ after the product's output. Recorded runs on fake tensors are replayed with the 
 
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 from zlib import crc32
 
-from zeroplan.allocator import CachingAllocator, CardFullError, Chunk
+from zeroplan.allocator import CachingAllocator, CardFullError, Chunk, counted_bytes
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
 from zeroplan.engines.requests import first_requests_of, refuse_unwritten, requests_of
-from zeroplan.engines.requests.log import Call, Log, Request, Starts
+from zeroplan.engines.requests.log import Call, Log, Part, Request, Starts
 from zeroplan.engines.requests.model import ENDING
 from zeroplan.ledger import Band, Phase
 from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
@@ -157,6 +158,18 @@ class StepReplay:
         lags = recipe.engine == "deepspeed" and own_pools(recipe) != ONE_POOL
         return not (splits or lags or self.job.model.is_quantised)
 
+    def fits(self, room_bytes: int, settings: AllocatorSettings = "default") -> bool:
+        """Whether the steps have enough memory if the allocator may reserve at most ``room_bytes``."""
+        shortest = self if "log" in vars(self) or self._first is None else self._first
+        return shortest.held_bytes <= room_bytes and self.on_card(room_bytes, settings).fits
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """The most that the requests hold at a time, in the allocator's units. No allocator can reserve less. [bytes]"""
+        unrecorded = self._unrecorded
+        sizes = [0 if at in unrecorded else counted_bytes(one.n_bytes) for at, one in enumerate(self.log.requests)]
+        return max(accumulate(sizes[event] if event >= 0 else -sizes[-1 - event] for event in self.log.events), default=0)
+
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
         """The result of the steps if the allocator may reserve at most ``room_bytes``."""
         key = room_bytes, settings
@@ -201,10 +214,6 @@ class StepReplay:
         return card, None
 
     @cached_property
-    def _products(self) -> frozenset[int]:
-        return frozenset(self.log.products.values())
-
-    @cached_property
     def _unrecorded(self) -> frozenset[int]:
         """The requests that a run on fake tensors does not record: scratch inside CUDA's kernels."""
         scratch = (at for at, one in enumerate(self.log.requests) if one.reason.startswith("scratch of"))
@@ -225,33 +234,74 @@ class StepReplay:
 
         ``sizes`` replaces the sizes of all requests.
         """
-        chunks, unrecorded, waits = dict[int, Chunk](), self._unrecorded, self.log.waits
-        sizes, streams = sizes or [one.n_bytes for one in self.log.requests], [one.stream for one in self.log.requests]
-        marked = frozenset[int]() if keeps_up else self.log.marked
+        return _Playing(self, card, keeps_up=keeps_up, sizes=sizes or [one.n_bytes for one in self.log.requests]).run()
+
+
+class _Part(NamedTuple):
+    """A part of the log that left the allocator's free memory as it was: this memory, and the part's effect on the counters."""
+
+    free: Hashable
+    retries: int
+    highest: int
+    """The most allocated bytes."""
+    unusable: int | None
+    """The unusable bytes when the allocator last reserved more; None if it did not."""
+
+
+class _Playing:
+    """A replay of a log on an allocator."""
+
+    def __init__(self, of: StepReplay, card: CachingAllocator, *, keeps_up: bool, sizes: Sequence[int]) -> None:
+        log = self.log = of.log
+        self.card, self.sizes, self.streams = card, sizes, [one.stream for one in log.requests]
+        self.chunks, self.unrecorded, self.workspace = dict[int, Chunk](), of._unrecorded, of._workspace_bytes  # noqa: SLF001
+        self.marked = frozenset[int]() if keeps_up else log.marked
+        products, nothing = frozenset(log.products.values()), frozenset[int]()
+        self.early, self.late = (products, nothing) if log.starts == "recorded" else (nothing, products)
+
+    def run(self) -> Replayed:
+        """Replay all steps. A part that is repeated on the same free memory changes nothing, so it is not replayed again."""
+        card, highest, unusable = self.card, 0, 0
         last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
-        early, late = (self._products, ()) if self.log.starts == "recorded" else ((), self._products)
-        highest = unusable = at = 0
+        known: dict[Part | None, _Part] = {}
+        for start, stop, part in self.log.stretches(last):
+            free, done = None if part is None else card.free, known.get(part)
+            if done is None or done.free != free:
+                retries, (most, grown) = card.retries, self._run(start, stop)
+                done = _Part(free, card.retries - retries, most, grown)
+                if free is not None and card.free == free:
+                    known[part] = done
+            else:
+                card.retries += done.retries
+            unusable = unusable if done.unusable is None else done.unusable
+            highest = max(highest, done.highest) if start >= last else 0
+        return Replayed(highest, card.highest_bytes, unusable)
+
+    def _run(self, start: int, stop: int) -> tuple[int, int | None]:
+        """Replay events; return the most allocated bytes, and the unusable ones when it last reserved more, or None."""
+        card, chunks, unrecorded, waits, sizes = self.card, self.chunks, self.unrecorded, self.log.waits, self.sizes
+        unusable: int | None = None
+        most, at = 0, start
         try:
-            for at, event in enumerate(self.log.events):
-                if at in early:
-                    card.request(self._workspace_bytes)
+            for at, event in enumerate(self.log.events[start:stop], start):
+                if at in self.early:
+                    card.request(self.workspace)
                 if at in waits:
                     card.reached(waits[at])
                 if unrecorded and (event if event >= 0 else -1 - event) in unrecorded:
                     continue
                 if event < 0:
-                    card.release(chunks.pop(-1 - event), once_at=at if -1 - event in marked else None)
+                    card.release(chunks.pop(-1 - event), once_at=at if -1 - event in self.marked else None)
                     continue
                 before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-                chunks[event] = card.request(sizes[event], streams[event])
-                if at in late:
-                    card.request(self._workspace_bytes)
+                chunks[event] = card.request(sizes[event], self.streams[event])
+                if at in self.late:
+                    card.request(self.workspace)
                 unusable = free if card.reserved_bytes > before else unusable
-                if at >= last and card.allocated_bytes > highest:
-                    highest = card.allocated_bytes
+                most = max(most, card.allocated_bytes)
         except CardFullError:
             raise _FullAtError(at) from None
-        return Replayed(highest, card.highest_bytes, unusable)
+        return most, unusable
 
 
 def _enlarged(sizes: list[int], keys: Sequence[Hashable], draw: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import namedtuple
 from dataclasses import replace
 from itertools import product
 from typing import Any, get_args
@@ -15,8 +16,10 @@ from hypothesis import strategies as st
 from tests.engines.columns import Columns
 from tests.formulas import assert_explained, assert_symbols_mean_one_thing
 from zeroplan import JobSpec, MoeSpec, estimate, job
-from zeroplan.engines.deepspeed import account
+from zeroplan.engines.deepspeed import account, notes
 from zeroplan.engines.deepspeed.notes import gathered
+from zeroplan.engines.deepspeed.stage3.job import _DECIDE_GATHERS, pass_of
+from zeroplan.engines.rows import row_as_held
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
@@ -294,6 +297,7 @@ def test_a_cleared_cache_changes_no_answer():
     one = job(model="llama-3.2-1b", gpus=4, engine="deepspeed", stage=3, grad_accum=2)
     first = estimate(one)
     gathered.cache_clear()
+    notes._replayed.cache_clear()
     assert estimate(one).moments == first.moments
 
 
@@ -415,3 +419,27 @@ def test_stage_3_gathers_for_adapters_of_an_mlp_with_a_norm_after_it(target: str
     model = replace(LLAMA_7B, family="gemma3_text", num_hidden_layers=3)
     asked = job(model=model, gpus=4, engine="deepspeed", stage=3, precision="bf16", lora_rank=4, lora_targets=target)
     assert_explained(estimate(asked))
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "options", [{}, {"stage3_prefetch_bucket_size": 0}, {"stage3_max_reuse_distance": 0}, {"zero_hpz_partition_size": 2}]
+)
+def test_a_pass_of_several_micro_batches_is_skipped_only_if_it_is_that_of_one(options: dict[str, Any], recompute: str):
+    asked = job(
+        model="llama-3.2-1b", gpus=8, engine="deepspeed", stage=3, recompute=recompute, deepspeed=DeepSpeedOptions(**options)
+    )
+    one = pass_of(row_as_held(asked.model, 2), asked.recipe, 8)
+    first = notes._Replay(one, resident=False)
+    first.decide()
+    several = notes._Replay(one, decided=first.decided, later=True).run()
+    assert (notes.gathered_by_several(one) is None) == several.is_like(notes.gathered(one))
+
+
+def test_gathers_ignore_the_options_that_their_cache_leaves_out():
+    """The coordinator runs with an object that has no other options, so that reading another one fails."""
+    asked = job(model="gpt2", gpus=8, engine="deepspeed", stage=3)
+    one = pass_of(row_as_held(asked.model, 2), asked.recipe, 8)
+    few = namedtuple("few", _DECIDE_GATHERS)  # noqa: PYI024  of names
+    options = few(*(getattr(one.options, name) for name in _DECIDE_GATHERS))
+    assert notes._Replay(one._replace(options=options)).run().is_like(notes.gathered(one))  # type: ignore[arg-type]  # stands in

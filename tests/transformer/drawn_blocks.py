@@ -66,7 +66,7 @@ BIASED_AT_WILL = (
     "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
     "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
     "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
-    "olmo_hybrid",
+    "olmo_hybrid", "youtu",
 )  # fmt: skip
 BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm", "exaone_moe")
 """Families whose classes always have a window."""

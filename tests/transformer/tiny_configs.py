@@ -35,6 +35,9 @@ _GEMMA_4_E = {key: value for key, value in _GEMMA_4.items() if key != "num_globa
     "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 4,
 }  # fmt: skip
 _V2 = {key: value for key, value in _DEEPSEEK.items() if key not in ("n_group", "topk_group")}
+_YOUTU = _LLAMA | {
+    "num_key_value_heads": 4, "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12,
+}  # fmt: skip
 _MAMBA = {
     "mamba_n_heads": 4, "mamba_n_groups": 2, "mamba_d_state": 10, "mamba_d_conv": 3, "mamba_expand": 2, "mamba_chunk_size": 32,
 }  # fmt: skip
@@ -277,6 +280,10 @@ TINY: dict[str, dict[str, object]] = {
     },
     "apertus": _LLAMA | {"head_dim": 16},
     "apertus, biases, tied": _LLAMA | {"attention_bias": True, "tie_word_embeddings": True},
+    "internlm3": _LLAMA | {"head_dim": 8},
+    "internlm3, biases, tied": _LLAMA | {"head_dim": 16, "qkv_bias": True, "bias": True, "tie_word_embeddings": True},
+    "youtu": _YOUTU,
+    "youtu, whole queries, biases, untied": _YOUTU | {"q_lora_rank": None, "attention_bias": True, "tie_word_embeddings": False},
     "olmo_hybrid": _LLAMA | {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     "olmo_hybrid, positions, biases, several heads for a key, tied": _LLAMA | {
         "num_hidden_layers": 5, "attention_bias": True, "linear_num_key_heads": 2, "linear_num_value_heads": 6,

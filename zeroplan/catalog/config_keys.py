@@ -5,7 +5,7 @@
 SAME_AS = {
     "kimi_k2": "deepseek_v3", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe", "gemma4_unified_text": "gemma4_text", "qwen2_5_omni_text": "qwen2",
-    "qwen3_omni_moe_text": "qwen3_moe",
+    "qwen3_omni_moe_text": "qwen3_moe", "iquestcoder": "llama",
 }  # fmt: skip
 OTHER_KINDS: dict[str, tuple[str, ...]] = {
     "an encoder-decoder model": (

@@ -114,7 +114,7 @@ def plan_command(
         global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
     )
     learning = _learning(measured, measured_job, job_request, calibrate)
-    calibrating = shares_measured(calibrate, job_request) if learning is None else lambda model: learning(model).cluster.shares
+    calibrating = shares_measured(calibrate, job_request) if learning is None else _shares_by(learning)
     question = question._replace(search_optimizer=search_optimizer, calibrating=calibrating)
     if margin is not None:
         question = question._replace(margin=share_of(margin, "--margin"))
@@ -240,6 +240,10 @@ def _learning(
         raise SpecError(f"--measured-job {path!r} describes another GPU than --gpu; use the same")
     rate = measured_rate(measured, job)
     return cache(lambda model: learnt_from(job, rate, model))
+
+
+def _shares_by(learning: "Callable[[ModelSpec], Learnt]") -> "Callable[[ModelSpec], SharesSpec | None]":
+    return lambda model: learning(model).cluster.shares
 
 
 def _show(plan: "Plan", said: "Beside", *, verbose: bool, as_json: bool, as_markdown: bool) -> None:

@@ -6,6 +6,7 @@ block, which the engine knows.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from zeroplan.engines.passes import Below, Passes, RunPass, checkpoint_beside, kept_before, kept_by_all
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
@@ -148,6 +149,7 @@ class MicroBatch(ABC):
 
     # --- the head's gradient ------------------------------------------------------------------------------------------------
 
+    @cached_property
     def tied_head(self) -> Lines:
         """Return a tied head's gradient, which waits for the embedding's before it reaches the parameter."""
         if not has_tied_head(self.whole):

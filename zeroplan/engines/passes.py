@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import accumulate, groupby
+from operator import mul
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
@@ -15,7 +16,7 @@ from zeroplan.engines.formulas import kept_by, several
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
-from zeroplan.ledger import Kind, Line, Tag, total_bytes
+from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -54,11 +55,22 @@ class Passes(NamedTuple):
     """Elements of the token embedding, or of the head."""
     below: int
     """Elements of all parameters before the blocks."""
+    firsts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    """The first block of each run, and the number of its blocks."""
+    keeps: tuple[Int, ...]
+    """What a block of each run keeps. [bytes]"""
 
     @property
     def n_blocks(self) -> int:
         """Blocks of the model."""
-        return self.runs[-1].first + self.runs[-1].n_blocks
+        return self.firsts[-1] + self.lengths[-1]
+
+    def before(self, block: int) -> tuple[int, ...]:
+        """Return how many blocks of each run come before a block."""
+        at = max(bisect_right(self.firsts, block) - 1, 0)
+        ahead = min(max(block - self.firsts[at], 0), self.lengths[at])
+        return *self.lengths[:at], ahead, *(0,) * (len(self.lengths) - at - 1)
 
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
@@ -73,7 +85,9 @@ def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     kinds = tuple(run.kind for run in runs)
     output = head.output if recipe.keep_logits else ()
     table = model.vocab_size * model.hidden_size
-    return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, sum(one.numel for one in parts.embeddings))
+    below = sum(one.numel for one in parts.embeddings)
+    places = tuple([run.first for run in runs]), tuple([run.n_blocks for run in runs]), tuple([run.kept_bytes for run in runs])
+    return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, below, *places)
 
 
 def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch) -> RunPass:
@@ -121,12 +135,12 @@ def _in_stretches(kinds: list[str], order: tuple[int, ...], *, alike: bool) -> t
 
 def kept_before(these: Passes, block: int) -> tuple[Line, ...]:
     """Return the activations and copies of frozen weights that the blocks before ``block`` (0 to ``n_blocks``) keep. [bytes]"""
-    formula, tag = _kept_by(these, block)
+    formula, tag = kept_by(these.before(block), these.kinds)
     reason = "kept by the blocks before for their backward"
     line = Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
     if not any(run.kept_casts for run in these.runs):
         return (line,)
-    counts = [(min(max(block - run.first, 0), run.n_blocks), run.kept_casts) for run in these.runs]
+    counts = [*zip(these.before(block), [run.kept_casts for run in these.runs], strict=True)]
     n_bytes: Int = sum(count * each for count, each in counts)
     reason, formula_of_casts = "copies of frozen weights kept by the blocks before", several(*counts)
     casts = Line(Kind.WEIGHT_CASTS, n_bytes, reason, formula_of_casts, KEPT[these.recompute])
@@ -135,17 +149,8 @@ def kept_before(these: Passes, block: int) -> tuple[Line, ...]:
 
 def kept_bytes(these: Passes, block: int) -> Int:
     """Return the total of :func:`kept_before`. [bytes]"""
-    first, *later = these.runs
-    n_bytes: Int = (min(block, first.n_blocks) if later else block) * first.kept_bytes
-    for run in later:
-        n_bytes = n_bytes + min(max(block - run.first, 0), run.n_blocks) * run.kept_bytes
+    n_bytes: Int = sum(map(mul, these.before(block), these.keeps))
     return n_bytes
-
-
-def _kept_by(these: Passes, block: int) -> tuple[str, Tag]:
-    if len(these.runs) == 1:
-        return kept_by((block,), these.kinds)
-    return kept_by(tuple([min(max(block - run.first, 0), run.n_blocks) for run in these.runs]), these.kinds)
 
 
 def kept_symbols(these: Passes) -> tuple[Symbol, ...]:

@@ -7,6 +7,7 @@ numbers of layers. If nothing fits, the search is *wide*: it tries every degree 
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 
 from zeroplan.planner.space import WHOLE, Degrees, Fixed, gpus_per_node
@@ -22,8 +23,9 @@ SCHEDULES: tuple[PipelineSchedule | None, ...] = (None, "interleaved-1f1b", "int
 LEAST_OF_A_SEQUENCE = 4096
 
 
-def degrees(base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degrees]:
-    """Yield all combinations of degrees that divide the GPUs, the simplest first. Requested degrees are fixed.
+@lru_cache(maxsize=64)
+def degrees(base: JobSpec, fixed: Fixed, *, wide: bool = False) -> tuple[Degrees, ...]:
+    """Return all combinations of degrees that divide the GPUs, the simplest first. Requested degrees are fixed.
 
     With an engine that cannot split a model, all degrees are 1.
     """
@@ -34,12 +36,11 @@ def degrees(base: JobSpec, fixed: Fixed, *, wide: bool = False) -> Iterator[Degr
         _tensors(base, wide=wide) if fixed.tp is None else (fixed.tp,),
         _experts(base, wide=wide) if fixed.ep is None else (fixed.ep,),
     )
-    for pp, cp, tp, ep in ways:
-        one = Degrees(tp, cp, pp, ep)
-        if one != WHOLE and fixed.engine not in (None, *SPLITTING):
-            continue
-        if gpus % one.model_ranks == 0 and (gpus // pp) % ep == 0:
-            yield one
+    every = (Degrees(tp, cp, pp, ep) for pp, cp, tp, ep in ways)
+    splits = fixed.engine in (None, *SPLITTING)
+    return tuple(
+        one for one in every if (splits or one == WHOLE) and gpus % one.model_ranks == 0 and (gpus // one.pp) % one.ep == 0
+    )
 
 
 def _is_tried(one: Degrees, base: JobSpec, fixed: Fixed) -> bool:
@@ -79,12 +80,22 @@ def scheduled(recipe: RecipeSpec, split: Degrees, fixed: Fixed, layers: int) -> 
         stages = fixed.pipeline_stages_per_rank
         if recipe.engine == "megatron" and schedule == "interleaved-1f1b" and stages is None:
             stages = _chunks(layers, split.pp)
-        yield replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+        yield _with_schedule(recipe, schedule, stages)
+
+
+@lru_cache(maxsize=4096)
+def _with_schedule(recipe: RecipeSpec, schedule: PipelineSchedule | None, stages: int | None) -> RecipeSpec:
+    return replace(recipe, pipeline_schedule=schedule, pipeline_stages_per_rank=stages)
+
+
+@lru_cache(maxsize=4096)
+def _with_split_sequences(recipe: RecipeSpec) -> RecipeSpec:
+    return replace(recipe, sequence_parallel=True)
 
 
 def with_split_sequences(recipe: RecipeSpec, split: Degrees) -> RecipeSpec:
     """Return the recipe; under Megatron with ``tp`` it gets sequence parallelism, which saves memory and costs no time."""
-    return replace(recipe, sequence_parallel=True) if recipe.engine == "megatron" and split.tp > 1 else recipe
+    return _with_split_sequences(recipe) if recipe.engine == "megatron" and split.tp > 1 else recipe
 
 
 def _chunks(layers: int, pp: int) -> int | None:

@@ -88,9 +88,9 @@ def _with(recipe: RecipeSpec, layers: int) -> RecipeSpec:
 
 def _candidates(base: JobSpec, found: Sequence[Found], need: Need, room: int) -> Iterator[_Candidate]:
     layers = base.model.num_hidden_layers
-    none = {(one.recipe, _layouts(one.grid)): one for one in found if one.recipe.recompute == "none"}
+    none = {(one.recipe, one.grid.key): one for one in found if one.recipe.recompute == "none"}
     for every in found:
-        other = none.get((replace(every.recipe, recompute="none"), _layouts(every.grid)))
+        other = none.get((replace(every.recipe, recompute="none"), every.grid.key))
         if every is other or other is None or not _is_modelled(base, every):
             continue
         much, little = need(other), need(every)
@@ -100,11 +100,6 @@ def _candidates(base: JobSpec, found: Sequence[Found], need: Need, room: int) ->
             enough = min(layers, int(share * layers) + 1)
             seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
             yield _Candidate(every.recipe, only(every.grid, int(at)), enough, float(1 / seconds))
-
-
-def _layouts(grid: Grid) -> tuple[object, ...]:
-    """Return the layouts of a grid as a key: a pipeline has one grid per number of micro-batches."""
-    return grid.degrees, *(np.asarray(numbers).tobytes() for numbers in grid[:5])
 
 
 def _is_modelled(base: JobSpec, every: Found) -> bool:

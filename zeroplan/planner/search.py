@@ -16,7 +16,7 @@ from zeroplan.engines.reserved_shares import shares_of, with_missed
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
-from zeroplan.memo import remembering
+from zeroplan.memo import recalled, remembering
 from zeroplan.numeric import Int, for_each_value
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.degrees import degrees_of, scheduled
@@ -214,14 +214,8 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, indivisible = numbers(recipe, base, fixed, split)
     tally.cut(Rule.DIVISIBILITY, indivisible)
-    fitting = _resharded(recipe, grid)
-    tally.cut(Rule.RESHARDING, grid.layouts - grid.only(fitting).layouts)
-    grid = grid.only(fitting)
-    if split.ep > 1 and base.model.moe is not None and recipe.engine == "fsdp2":
-        sharing, widths_along = grid.dp_shard * (grid.cp * grid.tp), widths_of_experts(base.model)
-        even = np.asarray(shards_of_experts_are_even(base.model.moe.num_experts, widths_along, sharing, grid.ep))
-        tally.cut(Rule.EXPERTS, grid.layouts - grid.only(even).layouts)
-        grid = grid.only(even)
+    if recipe.engine == "fsdp2":
+        grid = _sharded_evenly(base, recipe, grid, tally)
     if split.pp > 1:
         grid = _runnable_batches(grid, recipe, fixed, tally)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
@@ -234,12 +228,21 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
             for program, part in _programs(base, fixed, recipe, grid) if grid.layouts else ():
-                one = evaluated(base, program, part, mfu=space.mfu, ranks=ranks, reach=not space.whatever_weighs)
+                one = _once(space, program, part, ranks)
                 tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
                 if one.grid.layouts:
                     yield one
         except SpecError as refusal:
             tally.cut(Rule.ENGINE, grid.layouts, str(refusal))
+
+
+def _once(space: _Space, recipe: RecipeSpec, grid: Grid, ranks: "Weigher | None") -> Found:
+    """Return a structure's figures. A wide search meets those of the narrow one again."""
+    reach = not space.whatever_weighs
+    return recalled(
+        lambda: (evaluated, space.base, recipe, grid.key, space.mfu, reach),
+        lambda: evaluated(space.base, recipe, grid, mfu=space.mfu, ranks=ranks, reach=reach),
+    )
 
 
 def _near(bounds: Bounds, space: _Space, recipe: RecipeSpec, grid: Grid, quickest: float) -> Grid:
@@ -288,7 +291,8 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         batch = grid.numbers_at(at)
-        if any(ranks.rank(rank, batch).exceeds(room) for rank in (0, grid.pp - 1)):
+        ends = [ranks.rank(rank, batch) for rank in (0, grid.pp - 1)]
+        if any(rank.waits_for_more(room) for rank in ends) or any(rank.exceeds(room) for rank in ends):
             fits[0] = grid.row(grid.micro_batch_size) < batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
@@ -317,12 +321,18 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
     return whole > gpu.memory_bytes.value or stepped > 2 * gpu.memory_bytes.value
 
 
-def _resharded(recipe: RecipeSpec, grid: Grid) -> NDArray[np.bool_]:
-    """Whether ``reshard_after_forward`` as a number is possible: a proper factor of the sharding ranks."""
-    ways = ways_of_resharding(recipe.fsdp2)
-    if recipe.engine != "fsdp2" or ways is None:
-        return np.ones_like(grid.dp_shard, dtype=np.bool_)
-    return np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_)
+def _sharded_evenly(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally) -> Grid:
+    """Return FSDP2's arrangements in which ``reshard_after_forward`` as a number, and the shards of experts, come out even."""
+    ways, moe, before = ways_of_resharding(recipe.fsdp2), base.model.moe, grid.layouts
+    if ways is not None:
+        grid = grid.only(np.asarray((grid.dp_shard % ways == 0) & (grid.dp_shard > ways), dtype=np.bool_))
+        tally.cut(Rule.RESHARDING, before - grid.layouts)
+    if moe is not None and grid.ep > 1:
+        sharing, before = grid.dp_shard * (grid.cp * grid.tp), grid.layouts
+        even = shards_of_experts_are_even(moe.num_experts, widths_of_experts(base.model), sharing, grid.ep)
+        grid = grid.only(np.asarray(even, dtype=np.bool_))
+        tally.cut(Rule.EXPERTS, before - grid.layouts)
+    return grid
 
 
 def evaluated(
@@ -357,17 +367,19 @@ def evaluated(
 
 def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float | None, *, reach: bool) -> Found:
     """Return the figures of the fullest rank of Megatron's pipelines."""
-    from zeroplan.engines.megatron import memory_of_rank  # noqa: PLC0415  only this engine needs it
+    from zeroplan.engines.megatron import memory_of_rank, states_of_rank  # noqa: PLC0415  only this engine needs it
     from zeroplan.engines.megatron.chunks import ranks_in_question  # noqa: PLC0415  as above
 
     ranks, needs, card = list[Account](), list[Needed](), grid.row(outside_column(grid, base.cluster.gpu))
     most = 2 * room_of(base) - card
     job = JobParts(base.model, recipe, grid, grid)
     for at in ranks_in_question(job):
+        if reach and (grid.row(total_bytes(states_of_rank(at, job))) > most).all():  # often, before any layer is counted
+            return _none_of(recipe, grid)
         ranks.append(memory_of_rank(at, job))
         needs.append(_needed(highest(ranks[-1].moments, recipe), recipe, base))
         if reach and (grid.row(needs[-1].least_bytes) > most).all():
-            return Found(recipe, grid.with_batches(np.zeros((1, grid.layouts), np.bool_)), card[:0], card[:0], np.zeros(0))
+            return _none_of(recipe, grid)
     least = np.array([grid.row(need.least_bytes) for need in needs])
     comfortable = np.array([grid.row(need.comfortable_bytes) for need in needs])
     fullest = least.argmax(axis=0)[None, :]
@@ -379,6 +391,11 @@ def _megatron_pipeline(base: JobSpec, recipe: RecipeSpec, grid: Grid, mfu: float
         return Found(recipe, grid, least, comfortable, np.zeros(0))
     time = step_time(ranks[0], base.model, recipe, grid, grid, base.cluster, mfu=mfu)
     return Found(recipe, grid, least, comfortable, grid.times(time.seconds))
+
+
+def _none_of(recipe: RecipeSpec, grid: Grid) -> Found:
+    nothing: Column = np.zeros(0, np.int64)
+    return Found(recipe, grid.with_batches(np.zeros((1, grid.layouts), np.bool_)), nothing, nothing, np.zeros(0))
 
 
 def highest(moments: Iterable[Moment], recipe: RecipeSpec) -> Highest:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
+from zeroplan.memo import recalled
 from zeroplan.numeric import Float, Int
 from zeroplan.planner.rules import NoLayoutError
 from zeroplan.spec.base import Count, Range, Spec
@@ -146,6 +147,11 @@ class Grid(NamedTuple):
         """The degrees of parallelism, which all layouts share."""
         return Degrees(self.tp, self.cp, self.pp, self.ep)
 
+    @property
+    def key(self) -> tuple[object, ...]:
+        """The layouts as a key; a pipeline has one grid per number of micro-batches."""
+        return self.degrees, *(np.asarray(numbers).tobytes() for numbers in self[:5])
+
     def row(self, value: Int) -> Column:
         """Return one figure per layout in one row, broadcast from a number, a row or a column."""
         return np.broadcast_to(np.asarray(value, dtype=np.int64), self.shape).reshape(-1)
@@ -156,10 +162,14 @@ class Grid(NamedTuple):
 
     def only(self, kept: NDArray[np.bool_]) -> "Grid":
         """Return the grid with the kept arrangements; ``kept``: a column of booleans."""
+        if kept.all():
+            return self
         return self._replace(dp_replicate=self.dp_replicate[kept[:, 0]], dp_shard=self.dp_shard[kept[:, 0]])
 
     def with_batches(self, kept: NDArray[np.bool_]) -> "Grid":
         """Return the grid with the kept batches; ``kept``: a row of booleans."""
+        if kept.all():
+            return self
         seq_len = self.seq_len if isinstance(self.seq_len, int) else self.seq_len[:, kept[0]]
         sizes, steps = self.micro_batch_size[:, kept[0]], self.grad_accum_steps[:, kept[0]]
         return self._replace(micro_batch_size=sizes, grad_accum_steps=steps, seq_len=seq_len)
@@ -167,8 +177,7 @@ class Grid(NamedTuple):
     def mesh_at(self, at: int) -> MeshSpec:
         """Return the arrangement of the GPUs in one layout."""
         row = at // self.shape[1]
-        replicas, shards = int(self.dp_replicate[row, 0]), int(self.dp_shard[row, 0])
-        return MeshSpec(dp_replicate=replicas, dp_shard=shards, tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep)
+        return _mesh(int(self.dp_replicate[row, 0]), int(self.dp_shard[row, 0]), self.degrees)
 
     def numbers_at(self, at: int) -> Numbers:
         """Return the batch of one layout, without checks, for formulas."""
@@ -178,13 +187,17 @@ class Grid(NamedTuple):
 
     def batch_at(self, at: int, base: BatchSpec) -> BatchSpec:
         """Return the batch of one layout; ``base`` has its other fields."""
-        column = at % self.shape[1]
-        return replace(
-            base,
-            micro_batch_size=int(self.micro_batch_size[0, column]),
-            grad_accum_steps=int(self.grad_accum_steps[0, column]),
-            seq_len=self.seq_len if isinstance(self.seq_len, int) else int(self.seq_len[0, column]),
-        )
+        return _batch(base, *self.numbers_at(at))
+
+
+@lru_cache(maxsize=4096)
+def _mesh(replicas: int, shards: int, degrees: Degrees) -> MeshSpec:
+    return MeshSpec(dp_replicate=replicas, dp_shard=shards, **degrees._asdict())
+
+
+@lru_cache(maxsize=4096)
+def _batch(base: BatchSpec, micro_batch_size: int, seq_len: int, grad_accum_steps: int) -> BatchSpec:
+    return replace(base, micro_batch_size=micro_batch_size, seq_len=seq_len, grad_accum_steps=grad_accum_steps)
 
 
 def grid_of(
@@ -397,9 +410,15 @@ class GridAndRejected(NamedTuple):
 
 def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = WHOLE) -> GridAndRejected:
     """Return every arrangement of the GPUs and every batch for this recipe and these degrees."""
+    several = recipe.engine == "fsdp2" and degrees.pp == 1
+    key = numbers, several, base.mesh.world_size, base.batch.seq_len, fixed, degrees
+    return recalled(lambda: key, lambda: _numbers(base, fixed, degrees, several=several))
+
+
+def _numbers(base: JobSpec, fixed: Fixed, degrees: Degrees, *, several: bool) -> GridAndRejected:
     gpus = base.mesh.world_size
     sharing = gpus // degrees.model_ranks
-    replicas = _replicas(recipe, sharing, fixed, pipelined=degrees.pp > 1)
+    replicas = _replicas(sharing, fixed, several=several)
     sequences, steps, indivisible = batches(base, fixed, sharing)
     grid = grid_of(
         replicas, gpus, micro_batch_size=sequences, grad_accum_steps=steps, seq_len=base.batch.seq_len, degrees=degrees
@@ -408,11 +427,10 @@ def numbers(recipe: RecipeSpec, base: JobSpec, fixed: Fixed, degrees: Degrees = 
     return GridAndRejected(grid.only(among % degrees.ep == 0), indivisible * len(replicas))
 
 
-def _replicas(recipe: RecipeSpec, gpus: int, fixed: Fixed, *, pipelined: bool) -> Column:
-    """Return numbers of replicas that divide the GPUs and leave at least two sharding ranks; with pipelines only requested ones."""
+def _replicas(gpus: int, fixed: Fixed, *, several: bool) -> Column:
+    """Return numbers of replicas that divide the GPUs and leave at least two sharding ranks; 1 unless there may be ``several``."""
     if fixed.dp_replicate is not None:
         return np.array([fixed.dp_replicate], dtype=np.int64)
-    several = recipe.engine == "fsdp2" and not pipelined
     return _divisors(gpus, gpus // 2) if several else np.ones(1, dtype=np.int64)
 
 

@@ -107,7 +107,7 @@ LAYERS_OF: Mapping[str, Layers] = {
     "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
     "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
     "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
-    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT,
+    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT, "youtu": _LATENT,
     "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
 }  # fmt: skip
 _LLAMA = Layers()
@@ -123,7 +123,7 @@ ADAPTED_FAMILIES = (
     "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
     "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
     "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
-    "opt", "olmo_hybrid",
+    "opt", "olmo_hybrid", "internlm3", "youtu",
 )  # fmt: skip
 #: Families with experts whose modules prime-rl replaces by its own, and that are modelled with these.
 OF_PRIME_RL = ("qwen3_moe", "glm4_moe")
@@ -138,6 +138,7 @@ ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
 NOT_UNDER_AUTOCAST = (
     "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
     "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe", "opt",
+    "youtu",
 )  # fmt: skip
 #: Families that are modelled under autocast without adapters of experts and routers.
 BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")

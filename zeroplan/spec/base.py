@@ -104,9 +104,10 @@ class Spec:
     def __post_init__(self) -> None:
         """Check every field, then the rules between fields."""
         values = self.__dict__
-        for name, admissible, plain, choices in _to_check(type(self)):  # type: ignore[arg-type]  # mypy takes __hash__ for the class's
+        for name, admissible, plain, choices, low, high in _to_check(type(self)):  # type: ignore[arg-type]  # mypy takes __hash__ for the class's
             value = values[name]
-            if type(value) in plain or (type(value) in choices and value in choices[type(value)]):
+            kind = type(value)
+            if kind in plain or (kind is int and low <= value <= high) or (kind in choices and value in choices[kind]):
                 continue
             if not any(check.admits(value) for check in admissible):
                 raise SpecError(f"{name}={value!r} is not {_accepted(admissible)}{_suggestion(value, admissible)}")
@@ -184,14 +185,20 @@ def _read_once(cls: type[Spec]) -> Mapping[str, tuple[Check, ...]]:
 
 
 @cache
-def _to_check(cls: type[Spec]) -> tuple[tuple[str, tuple[Check, ...], frozenset[type], dict[type, frozenset[object]]], ...]:
-    """Return each field's name and checks, the types whose every value passes, and the choices by type: a search asks for both."""
+def _to_check(
+    cls: type[Spec],
+) -> tuple[tuple[str, tuple[Check, ...], frozenset[type], dict[type, frozenset[object]], int, int], ...]:
+    """Return each field's name and checks; and of the values that pass: whole types, choices by type, and the range of ints.
+
+    A search needs the last three, since it makes thousands of descriptions.
+    """
     return tuple(
         (
             name,
             checks,
             frozenset(check.type for check in checks if not check.choices and check.bounds is None),
             _by_type(checks),
+            *(bounds_of(cls, name) or (1, 0)),
         )
         for name, checks in checks_of(cls).items()
     )

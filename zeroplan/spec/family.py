@@ -18,7 +18,8 @@ Family = Literal[
     "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
     "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open",
     "hy_v3", "exaone_moe",
-    "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon", "olmo_hybrid",
+    "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon", "olmo_hybrid", "internlm3",
+    "youtu",
 ]  # fmt: skip
 #: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
 Activation = Literal[
@@ -223,6 +224,8 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
     "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),
+    "internlm3": Traits("llama"),
+    "youtu": Traits("deepseek", other_activations=False, latent=True),
     "olmo_hybrid": Traits("olmo_hybrid", other_activations=False, global_every=4, linear=True, unturned_models=True),
     "apertus": Traits("apertus", other_activations=False, head_norms=True),
     "falcon": Traits("falcon", "gelu", masks_all=True),

@@ -16,7 +16,7 @@ NOT_LISTED = (
     "minimax_m2", "olmoe", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
     "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text", "deepseek_v2", "mistral4",
     "solar_open", "hy_v3", "deepseek_v32", "glm_moe_dsa", "lfm2_moe", "falcon", "minimax", "kimi_linear",
-    "exaone_moe", "olmo_hybrid",
+    "exaone_moe", "olmo_hybrid", "youtu",
 )  # fmt: skip
 
 

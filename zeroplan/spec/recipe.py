@@ -1,6 +1,7 @@
 """The training recipe: engine, stage, precision, optimizer and other choices. Formulas may branch on them."""
 
 import math
+from functools import cache
 from typing import Annotated, Final, Literal
 
 from zeroplan.errors import SpecError, refuse
@@ -223,6 +224,15 @@ class Fsdp1Options(Spec):
     cpu_offload: bool = False
     """``CPUOffload(offload_params=True)``: sharded parameters, gradients and optimizer states are in host memory, and the CPU runs
     the optimizer. The gradients' shards stay on the GPU until the backward ends."""
+
+
+@cache
+def _fused_parts(kernels: str) -> tuple[str, ...]:
+    named = tuple(name.strip() for name in kernels.split(","))
+    for name in named:
+        if name not in FUSED:
+            raise SpecError(f"fused_kernels has no {name!r}; there are {', '.join(FUSED)}")
+    return tuple(one for one in FUSED if one in named)
 
 
 def ways_of_resharding(options: Fsdp2Options) -> int | None:
@@ -663,11 +673,7 @@ class RecipeSpec(Spec):
         >>> RecipeSpec(fused_kernels="rope, rms-norm").fused_parts
         ('rms-norm', 'rope')
         """
-        named = () if self.fused_kernels is None else tuple(name.strip() for name in self.fused_kernels.split(","))
-        for name in named:
-            if name not in FUSED:
-                raise SpecError(f"fused_kernels has no {name!r}; there are {', '.join(FUSED)}")
-        return tuple(one for one in FUSED if one in named)
+        return () if self.fused_kernels is None else _fused_parts(self.fused_kernels)
 
     @property
     def layers_by_hand(self) -> tuple[int, ...] | None:

@@ -29,7 +29,7 @@ CASES = (
     "falcon, several key/value heads, untied", "glm_moe_dsa, picked keys of several layers", "qwen2, a window in some layers",
     "qwen3, a window in all layers", "minimax", "deepseek_v2, groups of experts", "exaone_moe", "kimi_linear",
     "gemma4_text, embeddings of each layer", "gemma4_text, embeddings of each layer, shared keys", "olmo_hybrid",
-    "olmo_hybrid, positions, biases, several heads for a key, tied",
+    "olmo_hybrid, positions, biases, several heads for a key, tied", "internlm3, biases, tied", "youtu",
 )  # fmt: skip
 BATCH = BatchSpec(micro_batch_size=2, seq_len=64)
 #: A recomputed step of GLM-5 is estimated too high by the 16 keys per token that no layer below picked for the first layer. [bytes]

@@ -125,7 +125,7 @@ class Training(MicroBatch):
         for point in self.these.head.points:
             sums = self.sums_by_itself(point)
             made = (0, 0) if sums else self.of_head(point)
-            apart: Lines = self.tied_head() if self.tied_waits(point) else ()
+            apart: Lines = self.tied_head if self.tied_waits(point) else ()
             if sums:
                 apart = (self.gradient(point.gradients, "gradient of the head, still the loss's"),)
             in_context = self.recipe.loss == "chunked" and point.place.at is not At.FINAL_NORM
@@ -145,7 +145,7 @@ class Training(MicroBatch):
         self.pass_block(run, "the first", run.first, self._in_block(run, run.first))
 
     def _in_block(self, run: RunPass, block: int) -> Iterator[Lines]:
-        others = (*self.tied_head(), *self._run_again(run))
+        others = (*self.tied_head, *self._run_again(run))
         for point in run.block.points:
             made = self._made(block, point.gradients, point.current_gradient)
             yield (*made, *others, *self._casts(block, point.live_casts))
@@ -164,7 +164,7 @@ class Training(MicroBatch):
         for point in moments_below(self.these, operators_below(self.whole)):
             summed = has_tied_head(self.whole) and point.current == embedding_elements(self.whole)
             made = self._made(-1, point.gradients, point.current, summed=summed)
-            found.append((point, (*made, *self.tied_head(), *self._summed_wide(point.current))))
+            found.append((point, (*made, *self.tied_head, *self._summed_wide(point.current))))
         return found
 
     def _summed_wide(self, elements: int) -> Lines:
@@ -205,7 +205,7 @@ class Training(MicroBatch):
         found = self._known.get((blocks, in_context))
         if found is None:
             each, letter = (self.copied.in_forward, "C") if in_context else (self.copied.kept, "K")
-            counts = tuple([min(max(blocks - run.first, 0), run.n_blocks) for run in self.these.runs])
+            counts = self.these.before(blocks)
             found = sum(map(mul, counts, each)), blocks_sum(letter, counts, self.these.kinds)
             self._known[blocks, in_context] = found
         return found

@@ -175,7 +175,14 @@ def gathered(one: Pass) -> Gathered:
     """
     if one.sharing.width:
         _Replay(one, recording=True, resident=False).decide()
-    return _Replay(one).run() if one.trains else _with_forward_alone(one)
+    return _replayed(one)[0] if one.trains else _with_forward_alone(one)
+
+
+@lru_cache(maxsize=64)
+def _replayed(one: Pass) -> tuple[Gathered, set[tuple[int, int]]]:
+    """Return the gathered elements of a pass that decides the releases, and these. Do not modify them."""
+    replay = _Replay(one)
+    return replay.run(), replay.decided
 
 
 def _with_forward_alone(one: Pass) -> Gathered:
@@ -198,6 +205,8 @@ def gathered_by_several(one: Pass) -> Gathered | None:
     """
     first = _Replay(one, resident=False)
     first.decide()
+    if one.trains and one.options.zero_hpz_partition_size == 1 and first.decided == _replayed(one)[1]:
+        return None
     several = _Replay(one, decided=first.decided, later=True).run()
     return None if several.is_like(gathered(one)) else several
 

@@ -116,7 +116,7 @@ class Training(MicroBatch):
 
     def _around(self, held: Held, current: int, *, waits: bool = True) -> Lines:
         made = self.gradient(current, "gradient just made")
-        return (*held_lines(self.job, held), made, *(self.tied_head() if waits else ()))
+        return (*held_lines(self.job, held), made, *(self.tied_head if waits else ()))
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
         """All runs; if kinds alternate, for each kind the runs that are highest at some point of their backward.
@@ -187,7 +187,7 @@ class Training(MicroBatch):
         for point in moments_below(self.these, operators_below(self.whole)):
             held, elements = held_lines(self.job, highest(self.courses, ("between", -1, point.operator)).held), point.current
             made = self.gradient(elements, "gradient of the embedding", symbol if elements and elements == table else "")
-            found.append((point, (*held, made, *self.tied_head())))
+            found.append((point, (*held, made, *self.tied_head)))
         return found
 
     def _during(self) -> None:
@@ -212,8 +212,8 @@ class Training(MicroBatch):
     def _tied_until(self, seen: Seen) -> Lines:
         """Return a tied head's gradient until the embedding's arrives, which is the last."""
         if seen.block >= 0 or seen.made < self.these.below:
-            return self.tied_head()
-        return tuple(line._replace(n_bytes=0, formula="0") for line in self.tied_head())
+            return self.tied_head
+        return tuple(line._replace(n_bytes=0, formula="0") for line in self.tied_head)
 
     def _after(self) -> None:
         for event, name in _AFTER.items():
@@ -240,7 +240,7 @@ def _by_stream(kept: Int, held: Held) -> tuple[Int, Int, Int]:
 
 def _highest_among(sizes: Sequence[Int]) -> set[int]:
     """Return the index of the largest size; of columns the index of the largest of every job."""
-    if all(isinstance(size, int) for size in sizes):
+    if set(map(type, sizes)) == {int}:
         return {sizes.index(max(sizes))}
     import numpy as np  # noqa: PLC0415  a single job never needs it
 

@@ -24,7 +24,7 @@ from zeroplan.engines.megatron.tower import NOTE as TOWER_NOTE
 from zeroplan.engines.megatron.tower import tower_weights
 from zeroplan.engines.megatron.traffic import collectives_of
 from zeroplan.engines.megatron.widths import GRADIENTS_TOO
-from zeroplan.ledger import Moment
+from zeroplan.ledger import Line, Moment
 from zeroplan.numeric import maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.described import Job, JobParts
@@ -108,9 +108,14 @@ def memory_of_rank(at: int, job: Job) -> Account:
     Of the ranks between the first and the last with the same layers, the first of them needs most.
     """
     layers = _layers(job, received=at < int(job.mesh.pp) - 1 or chunks_per_rank(job) > 1)
+    states = states_of_rank(at, job)
+    return Account(states, tuple(moments_of(rank_of(at, job), layers, job, states)), ())
+
+
+def states_of_rank(at: int, job: Job) -> tuple[Line, ...]:
+    """Return the states of one pipeline rank, a lower bound of its memory that is quick to find. [bytes]"""
     rank = rank_of(at, job)
-    states = (*states_of(rank, job), *tower_weights(rank, job))
-    return Account(states, tuple(moments_of(rank, layers, job, states)), ())
+    return *states_of(rank, job), *tower_weights(rank, job)
 
 
 def _layers(job: Job, *, received: bool) -> Layers:
@@ -120,7 +125,7 @@ def _layers(job: Job, *, received: bool) -> Layers:
 
 def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
     model, recipe = job.model, job.recipe
-    states = (*states_of(rank, job), *tower_weights(rank, job))
+    states = states_of_rank(rank.at, job)
     moments = tuple(moments_of(rank, layers, job, states))
     return Account(
         states,

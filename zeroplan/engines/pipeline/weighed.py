@@ -173,10 +173,12 @@ class WeighedRank:
         most = [total(bound) for _, _, bound in self._at_most if bound is not None]
         return int(max(*most, total(self._at_the_step))) if len(most) == len(self._at_most) else None
 
+    def waits_for_more(self, n_bytes: int) -> bool:
+        """Whether the bytes that wait alone exceed this many, so that the peak does."""
+        return any(total(waiting) > n_bytes for _, waiting, _ in self._at_most)
+
     def exceeds(self, n_bytes: int) -> bool:
-        """Whether the peak exceeds this many bytes. Waiting bytes or a bound often decide this quickly."""
-        if any(total(waiting) > n_bytes for _, waiting, _ in self._at_most):
-            return True
+        """Whether the peak exceeds this many bytes. A bound often decides this quickly."""
         return (self.bound_bytes is None or self.bound_bytes > n_bytes) and self.peak_bytes > n_bytes
 
     def _highest(self, *, pools: bool) -> Highest:

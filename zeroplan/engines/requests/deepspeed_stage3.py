@@ -26,6 +26,8 @@ from zeroplan.transformer.families.tape import Do
 _GATHERS, _REDUCES = 1, 2
 """Numbers of the streams for gathers and for bucket reductions with ``overlap_comm``."""
 _FP64 = 8
+_DECIDING = 2
+"""The first passes, in which the coordinator records the modules and decides the releases."""
 Ends = tuple[tuple[int, Freed], ...]
 """Modules whose parameters may be released where a module ends, each with its step."""
 
@@ -96,6 +98,14 @@ class Step(OneByOne):
             self.one, self.log, ranks=self.ranks, element=self.job.element, stream=_GATHERS if self.overlaps else 0,
             recording=self.passes == 1, resident=self.step > 0 or self.passes > 2, decided=self.decided, later=self.micro > 1,
         )  # fmt: skip
+
+    def kind_of(self, micro: int) -> Hashable:
+        """From the third pass on the coordinator has decided everything, and only the place in the step matters."""
+        return None if self.passes < _DECIDING else (micro > 0, self.last)
+
+    def after_repeat(self) -> None:
+        """Count the pass."""
+        self.passes, self.micro = self.passes + 1, self.micro + 1
 
     def before_forward(self) -> None:
         """Begin a pass of the coordinator, with the root module and the model in it."""

@@ -1,6 +1,6 @@
 """Requests and releases of memory in the order in which a program makes them."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
 from zeroplan.ledger import Among, Collective, Kind, Line, Phase
@@ -42,6 +42,13 @@ class Span(NamedTuple):
     calls: int = 0
 
 
+class Part(NamedTuple):
+    """A part of a log: its first event, request, span and call, and the ends of each."""
+
+    start: tuple[int, int, int, int]
+    stop: tuple[int, int, int, int]
+
+
 class Log:
     """The requests and releases of a program so far. A second request under a key adds to it.
 
@@ -67,12 +74,52 @@ class Log:
         """Deeds at which the program waits for the GPU, and the deed that the GPU has reached then."""
         self.products: dict[str, int] = {}
         """The deed of the first matrix product in forward and backward, where cuBLAS allocates its workspace."""
+        self.repeated: dict[int, Part] = {}
+        """Parts that were written again, by the deed at which they begin again."""
         self.held: dict[Hashable, list[int]] = {}
         """Indices of each key's requests. A program that runs alternately with others has its own dictionary while it runs."""
 
     def begin(self, step: int, phase: Phase) -> None:
         """Begin a part of the run."""
         self.spans.append(Span(step, phase, len(self.events), len(self.calls)))
+
+    @property
+    def ends(self) -> tuple[int, int, int, int]:
+        """The numbers of events, requests, spans and calls so far."""
+        return len(self.events), len(self.requests), len(self.spans), len(self.calls)
+
+    def written_since(self, start: tuple[int, int, int, int]) -> Part | None:
+        """Return what was written since; None if it cannot be repeated: it waits, or its requests and releases are not the same."""
+        events, own = self.events[start[0] :], range(start[1], len(self.requests))
+        released = [-1 - event for event in events if event < 0]
+        waits = any(at >= start[0] for at in self.waits) or any(place in own for place in self.marked)
+        return None if waits or sorted(released) != [*own] else Part(start, self.ends)
+
+    def stretches(self, cut: int) -> Iterator[tuple[int, int, Part | None]]:
+        """Yield the log in stretches, each with its first event, its end, and the part that it is a copy of, or that was copied.
+
+        None of them begins before the event ``cut`` and ends after it.
+        """
+        begin = {part.start[0]: part for part in self.repeated.values()} | self.repeated
+        at = 0
+        for start in sorted({*begin, cut, len(self.events)}):
+            if at < start:
+                yield at, start, None
+                at = start
+            if start in begin:
+                at += begin[start].stop[0] - begin[start].start[0]
+                yield start, at, begin[start]
+
+    def repeat(self, part: Part, step: int) -> None:
+        """Write a part again, in another step."""
+        (event, request, span, call), (later, more, _, _) = part.start, self.ends
+        later, more, calls = later - event, more - request, len(self.calls) - call
+        self.repeated[len(self.events)] = part
+        self.events += [one + more if one >= 0 else one - more for one in self.events[event : part.stop[0]]]
+        self.requests += self.requests[request : part.stop[1]]
+        again = self.spans[span : part.stop[2]]
+        self.spans += [Span(step, one.phase, one.start + later, one.calls + calls) for one in again]
+        self.calls += [one._replace(start=one.start + later) for one in self.calls[call : part.stop[3]]]
 
     def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Record a collective, if it has several ranks and a payload."""

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Iterator
 from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
-from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.log import Log, Part
 from zeroplan.ledger import Among, Kind, Phase, Role
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -67,6 +67,8 @@ class ModelPass:
         self.casts: dict[tuple[int, int], list[Hashable]] = {}
         """Autocast's copies of a layer's weights by place, the latest last."""
         self.step, self.last = 0, True
+        self._parts: dict[Hashable, Part] = {}
+        """Micro-batches that can be written again, by :meth:`kind_of`."""
         self.is_before_head = self.is_in_model = False
 
     def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
@@ -127,10 +129,24 @@ class ModelPass:
 
     def _micro_batch(self, step: int, micro: int) -> None:
         self.step, self.last = step, micro + 1 == self.per_step
+        kind, start = self.kind_of(micro), self.log.ends
+        if (part := self._parts.get(kind)) is not None:
+            self.log.repeat(part, step)
+            self.after_repeat()
+            return
         self.forward()
         self.backward()
+        if kind is not None and (part := self.log.written_since(start)) is not None:
+            self._parts[kind] = part
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
+
+    def kind_of(self, micro: int) -> Hashable:  # noqa: ARG002  an engine's own answer may need it
+        """Return what micro-batches with the same requests have in common; None for a micro-batch that is like no other."""
+        return None
+
+    def after_repeat(self) -> None:
+        """Count a micro-batch whose requests were copied from an earlier one."""
 
     def begin(self) -> None:
         """Build the model and the optimizer."""

@@ -27,7 +27,7 @@ from zeroplan.transformer.families.frozen import copied_linear
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import fused_experts, gated, query_width, with_experts
+from zeroplan.transformer.params_gated import alike, fused_experts, gated, query_width, two_norms, with_experts
 from zeroplan.transformer.params_modules import Parameters, linear, rms_norm
 from zeroplan.transformer.symbols import E, G, T, a, c, e, h, m, n, o, o_2, q, r, s, t, u, w
 
@@ -312,6 +312,11 @@ def _tensors(model: ModelSpec) -> Layout:
     return with_experts(model, attention_parameters(model), partial(routed_and_shared, model))
 
 
+def _dense_tensors(model: ModelSpec) -> Layout:
+    """Youtu: every block is like a dense block of DeepSeek-V3."""
+    return alike(model, (*attention_parameters(model), *gated("mlp", model, model.intermediate_size), *two_norms(model)))
+
+
 def routed_and_shared(model: ModelSpec, moe: MoeSpec, *, router_first: bool = False) -> Parameters:
     """Return routed experts, their router, and the shared experts as one MLP. ``router_first``: it is registered before them."""
     shared = moe.num_shared_experts * moe.moe_intermediate_size
@@ -403,7 +408,17 @@ _MISTRAL = CONFIG._replace(
     required=_V2.required,
     only={"rope_interleave": (True,), "norm_topk_prob": (True,)},
 )
+_YOUTU = ConfigKeys(
+    defaults={"max_position_embeddings": 131072, "num_key_value_heads": 16, "q_lora_rank": 1536, "tie_word_embeddings": True},
+    fixed={"mlp_bias": False},
+    required=(*SIZES, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+    only={"rope_interleave": (True,)},
+    harmless={
+        "made of other keys": ("qk_head_dim", "head_dim"), "numbers from which weights begin": ("embedding_initializer_range",),
+    },
+)  # fmt: skip
 FAMILIES = {
+    "youtu": _DEEPSEEK._replace(tensors=_dense_tensors, config=_YOUTU, expert_modules=()),
     "deepseek_v2": _DEEPSEEK._replace(
         config=_V2, tables=Tables(4 * s * o, "rotary numbers, complex", f"{V2}, DeepseekV2RotaryEmbedding.forward")
     ),

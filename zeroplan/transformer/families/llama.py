@@ -1,4 +1,4 @@
-"""Llama, Mistral, Ministral 3, CWM, Qwen2 and 3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Jais 2, Granite: blocks, tensors, keys.
+"""Llama, InternLM3, Mistral, Ministral 3, CWM, Qwen2, 3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Jais 2, Granite: blocks and tensors.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block saves, in forward order: its input (in
 fp32) and the first norm's result; the input that the q, k and v projections share; queries, keys, values, output and a
@@ -151,6 +151,10 @@ _SMOLLM3 = ConfigKeys(
     in_turn={"no_rope_layers": (1, 0)},
     only={"no_rope_layer_interval": (4,), "use_sliding_window": (False,)},
 )
+_INTERNLM = ConfigKeys(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 128},
+    keys={"attention_bias": ("attention_bias", "qkv_bias"), "mlp_bias": ("mlp_bias", "bias")},
+)
 _JAIS = ConfigKeys(defaults={"max_position_embeddings": 8192, "attention_bias": True, "mlp_bias": True})
 HUNYUAN = ConfigKeys(
     defaults={"max_position_embeddings": 2048},
@@ -178,6 +182,7 @@ NORMS_AT_THE_END: Names = (
 _UNGATED = before_and_after(ATTENTION_MODULES, ("mlp", "mlp.up_proj", "mlp.act_fn", "mlp.down_proj"))
 FAMILIES = {
     "llama": Definition(_LAYER, _llama, _LLAMA),
+    "internlm3": Definition(_LAYER, _llama, _INTERNLM),
     "mistral": Definition(_LAYER, _mistral, _MISTRAL),
     "cwm": Definition(_LAYER, _mistral, _CWM, around=Around(masks=2)),
     "ministral3": Definition(_MINISTRAL_LAYER, _mistral, _MINISTRAL),

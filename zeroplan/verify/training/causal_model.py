@@ -211,6 +211,8 @@ def _latent(spec: ModelSpec) -> dict[str, object]:
     """Keys of DeepSeek's routing and latent attention; without groups of experts if there are too few."""
     if spec.family in ("solar_open", "hy_v3") and spec.moe is not None:
         return {config_keys(spec.family).keys.get("num_shared_experts", _SHARED)[0]: spec.moe.num_shared_experts}
+    if spec.family == "youtu":
+        return {name: getattr(spec.mla, name) for name in ("q_lora_rank", "kv_lora_rank", *_HEAD_PARTS)}
     if spec.moe is None or spec.family not in DENSE_LAYERS or spec.family == "qwen3_moe":
         return {}
     grouped = spec.family == "deepseek_v3" and spec.moe.num_experts % 8 == 0 and spec.moe.num_experts >= 16

@@ -1,7 +1,6 @@
 """The inputs of every part of ZeRO-3's account: the job's sizes, the trace of gathers, and shared lines."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
@@ -94,12 +93,17 @@ def _recomputed(whole: Row, recipe: RecipeSpec) -> int:
     return 0 if recipe.recompute == "none" else whole.n_blocks if first is None else first
 
 
+@lru_cache(maxsize=64)
 def _of_gathers(options: DeepSpeedOptions) -> DeepSpeedOptions:
-    """Return the options without the size of reductions, which gathers ignore, so that one cached replay serves every size."""
-    return options if options.reduce_bucket_size == _ANY_SIZE else replace(options, reduce_bucket_size=_ANY_SIZE)
+    """Return the options that decide gathers, with defaults for all others, so that one cached replay serves every other."""
+    return DeepSpeedOptions(**{name: getattr(options, name) for name in _DECIDE_GATHERS})
 
 
-_ANY_SIZE = DeepSpeedOptions().reduce_bucket_size
+_DECIDE_GATHERS = (
+    "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold", "stage3_model_persistence_threshold",
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_allgather_sequential", "memory_efficient_linear",
+    "zero_hpz_partition_size", "offload_param_buffer_count",
+)  # fmt: skip
 
 
 def trace_of_several(job: Job, micro: Int) -> Gathered:
