@@ -16,7 +16,7 @@ def check_per_layer(model: ModelSpec, recipe: RecipeSpec) -> None:
         "a model with embeddings of each layer (Gemma 4 E2B, E4B) and",
         (
             (recipe.engine not in _ENGINES and f"engine {recipe.engine!r}", f"one of {', '.join(_ENGINES)}"),
-            *_of_adapters(model.adapter),
+            *_of_adapters(model.adapter, recipe),
             (model.frozen is not None and "frozen parts", "full training"),
             (recipe.offload_activations and "offload_activations", "recompute 'full'"),
             (recipe.recompute_layers is not None and "recompute_layers", "recompute 'full' or 'none'"),
@@ -28,11 +28,12 @@ def check_per_layer(model: ModelSpec, recipe: RecipeSpec) -> None:
     )
 
 
-def _of_adapters(adapter: AdapterSpec | None) -> tuple[tuple[str | bool, str], ...]:
+def _of_adapters(adapter: AdapterSpec | None, recipe: RecipeSpec) -> tuple[tuple[str | bool, str], ...]:
     if adapter is None:
         return ()
     return (
-        (adapter.quantize != "none" and f"quantize={adapter.quantize!r}", "adapters beside weights in 16 bits"),
+        (adapter.quantize not in ("none", "nf4", "nf4-double") and f"quantize={adapter.quantize!r}", "nf4-double"),
+        (adapter.quantize != "none" and recipe.engine != "ddp" and "QLoRA", "engine 'ddp', or weights in 16 bits"),
         (adapter.trains("embedding") and "a trained embedding beside adapters", "adapters alone"),
         (not adapter.is_of_peft and "adapters of NeMo AutoModel or prime-rl", "peft's"),
         (adapter.dora != "none" and "DoRA", "LoRA"),

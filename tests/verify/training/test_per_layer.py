@@ -15,13 +15,13 @@ from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.comparison import compare_with_estimate
 from zeroplan.measurement import Measurement
-from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec, Upcast
 from zeroplan.spec.base import read
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec, Recompute
 
 pytestmark = pytest.mark.torch
 
@@ -95,6 +95,14 @@ def assert_agrees(measured: Measurement) -> None:
 @pytest.mark.parametrize("name", SIMULATED)
 def test_a_step_takes_what_is_estimated(name: str) -> None:
     assert_agrees(simulate(SIMULATED[name]))
+
+
+@pytest.mark.parametrize(("targets", "upcast", "recompute"), [("all-linear", "all", "full"), ("attention", "none", "none")])
+def test_a_step_beside_weights_in_four_bits_takes_what_is_estimated(targets: str, upcast: Upcast, recompute: Recompute) -> None:
+    """With recomputation the peak is in a layer of the middle."""
+    pytest.importorskip("bitsandbytes")
+    adapter = AdapterSpec(rank=4, targets=targets, quantize="nf4-double", upcast=upcast)
+    assert_agrees(simulate(job(replace(few_rows(), adapter=adapter), "ddp", 0, precision="bf16-mixed", recompute=recompute)))
 
 
 @pytest.mark.deepspeed

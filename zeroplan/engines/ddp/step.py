@@ -211,6 +211,7 @@ class Training(MicroBatch):
         return found
 
     def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """Return all runs, or only those at both ends if kinds alternate."""
+        """Return all runs, or only those at both ends if kinds alternate, and layers leave nothing for those below."""
         runs = list(enumerate(self.these.runs))
-        return runs if len(runs) <= 2 * _ENDS + 1 else (*runs[:_ENDS], *runs[-_ENDS:])
+        few = len(runs) <= 2 * _ENDS + 1 or any(run.block.leaving for _, run in runs)
+        return runs if few else (*runs[:_ENDS], *runs[-_ENDS:])

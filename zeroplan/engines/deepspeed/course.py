@@ -271,7 +271,7 @@ def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lamb
         seen = every[0]
         sizes = [beside(one) + one.held.n_bytes for one in seen] if len(seen) > 1 else [0]
         if set(map(type, sizes)) == {int}:
-            return Highest((seen[sizes.index(max(sizes))],), 0)
+            return Highest((seen[max(range(len(sizes)), key=sizes.__getitem__)],), 0)
     if all(seen == every[0] for seen in every):
         every, which = every[:1], 0
     if all(len(seen) == 1 for seen in every):

@@ -48,21 +48,22 @@ def begin(tape: Tape, block: Block, source: str) -> Value:
         return every
     other: LayerKind = "global" if block.heads == "local" else "local"
     if other in block.own.arriving:
-        for name, dtype in _keys_and_values(tape):
+        for name, dtype in _keys_and_values(tape, block):
             _of_others(tape, block, other, (f"shared {name} of the other kind of layers", dtype, T * k_o), source)
     for kind in block.own.left if tape.recomputed else ():
         tape.left += _left_by(block, kind, source)
     return every
 
 
-def _keys_and_values(tape: Tape) -> tuple[tuple[str, Width], ...]:
-    """Return the dtypes of keys, which the tables of positions widen, and of values."""
-    return ("keys", op.wider(tape, e, r)), ("values", e)
+def _keys_and_values(tape: Tape, block: Block) -> tuple[tuple[str, Width], ...]:
+    """Return the dtypes of keys, which the tables of positions widen, and of values. Layers in few bits return their input's."""
+    in_few_bits = block.training is not None and block.training.quantize != "none"
+    return ("keys", op.wider(tape, e, r)), ("values", r if in_few_bits else e)
 
 
 def shared_keys(tape: Tape, block: Block, source: str) -> tuple[Value, Value]:
     """Return the keys and values of a layer below, which counts them."""
-    names = _keys_and_values(tape)
+    names = _keys_and_values(tape, block)
     key, value = (
         _of_others(tape, block, block.heads, (f"{name} of a layer below", dtype, T * width), source)
         for (name, dtype), width in zip(names, (k, v), strict=True)
