@@ -82,6 +82,11 @@ class Gathered:
         """The number of these parameters."""
         return sum(count for _, count in self.persistent_sent)
 
+    @property
+    def most_in_backward(self) -> int:
+        """The most while the parameters of a block's module are gathered in the backward. [elements]"""
+        return max((note.gathering for block in self.backward for note in block), default=0)
+
     def is_like(self, other: "Gathered") -> bool:
         """Whether every note is equal. ``==`` compares identity, which keeps look-ups fast."""
         return vars(self) == vars(other)
@@ -209,6 +214,19 @@ def gathered_by_several(one: Pass) -> Gathered | None:
         return None
     several = _Replay(one, decided=first.decided, later=True).run()
     return None if several.is_like(gathered(one)) else several
+
+
+@lru_cache(maxsize=64)
+def gathered_at_first(one: Pass) -> Gathered | None:
+    """Return the same in the first pass of all, in which DeepSpeed records its trace; None if it never holds more.
+
+    It releases each parameter as soon as its module ends, and prefetches nothing. But experts' gathered weights that the graph
+    saves stay until their backward, which gathers them once more.
+    """
+    if not one.trains:
+        return None
+    first = _Replay(one, recording=True, resident=False).run()
+    return first if first.most_in_backward > gathered(one).most_in_backward else None
 
 
 class _Replay(Coordinator):

@@ -4,12 +4,14 @@ Every parameter is sharded separately: each rank holds ``ceil(numel/N)`` element
 parameters before it runs. Gradients go through one bucket, which is reduce-scattered in a separate copy.
 """
 
+from collections.abc import Iterator
+
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
 from zeroplan.engines.deepspeed.infinity import note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
 from zeroplan.engines.deepspeed.secondary import second_partition
-from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
+from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, in_the_first_pass, make_job, numels
 from zeroplan.engines.deepspeed.stage3.states import (
     bucket_line,
     construction_moments,
@@ -37,6 +39,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
 from zeroplan.trace import Entry, Moments, Trace, entry_of
+from zeroplan.units import GIBIBYTES
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -70,6 +73,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         host=host_lines(job, everything, temporaries),
         symbols=(*_symbols(job, impl), *host_symbols(job), *kept_symbols(these), *counted(*everything, *temporaries)),
         notes=(
+            *_note_on_the_first_pass(job, these, persistent, training),
             *note(recipe),
             *note_on_nvme(recipe),
             *((_PACKED_STAY,) if model.is_quantised else ()),
@@ -80,6 +84,26 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     )
 
 
+def _note_on_the_first_pass(job: Job, these: Passes, persistent: tuple[Line, ...], moments: tuple[Entry, ...]) -> Iterator[str]:
+    """Yield how much the first micro-batch of all needs, if that is clearly more than these moments of later ones.
+
+    It is counted up to 1 % too high: what is gathered and what a block keeps may not exist at the same time.
+    """
+    first = in_the_first_pass(job)
+    if first is None or not isinstance(job.n_ranks, int):
+        return
+    trace = Trace()
+    trace.hold("states", *persistent)
+    Training(trace, first, these).run()
+    most, later = (max((one.total_bytes for one in some), default=0) for some in (trace.finished(), moments))
+    if isinstance(most, int) and isinstance(later, int) and 100 * most > 101 * later:
+        yield _RECORDED.format(GIBIBYTES.size(most - later))
+
+
+_RECORDED = (
+    "The first micro-batch may need up to {} more than the peak. DeepSpeed then records the order of modules, and gathers experts "
+    "again while the graph still holds their weights. Only --replay counts this memory"
+)
 _UPPER_BOUND = (
     "The peak is in the forward of a layer with experts. It is an upper bound there, up to 4.3 % above what was measured: "
     "DeepSpeed waits for the gathers of a layer's experts in an order that differs from run to run; zeroplan assumes the costliest"

@@ -8,8 +8,8 @@ from zeroplan.engines.deepspeed.buckets import Schedule, schedule
 from zeroplan.engines.deepspeed.coordinator import Pass
 from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
-from zeroplan.engines.deepspeed.notes import Gathered, gathered, gathered_by_several
-from zeroplan.engines.deepspeed.offload import offloads_parameters
+from zeroplan.engines.deepspeed.notes import Gathered, gathered, gathered_at_first, gathered_by_several
+from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.precisions import widths
@@ -120,6 +120,17 @@ def by_micro_batches(job: Job, batch: Batch) -> tuple[Job, ...]:
         return (job,)
     more = batch.grad_accum_steps > 1
     return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=several, applies=more)
+
+
+def in_the_first_pass(job: Job) -> Job | None:
+    """Return the job with the trace of the first micro-batch of all, which records the modules; None if it never has more gathered.
+
+    With the optimizer on the GPU it comes before the optimizer's states exist, and is lower.
+    """
+    if not offloads_optimizer(job.recipe) or job.whole.model.moe is None:
+        return None
+    first = gathered_at_first(pass_of(job.every, job.recipe, job.n_ranks))
+    return None if first is None else job._replace(trace=first, applies=True)
 
 
 @lru_cache(maxsize=256)
