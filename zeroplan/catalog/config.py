@@ -291,6 +291,8 @@ def _refuse_other_architectures(source: _Source) -> None:
     for key, only in config_keys(family).fixed.items():
         if config.get(key) is not None and config[key] != only:
             raise NoFormulasError(f"{key}={shown(config[key])} in config.json has no formula: {family} always has {key}={only}")
+    if family == "internlm3" and source.flag("attention_bias") != source.flag("mlp_bias"):
+        raise NoFormulasError("bias and qkv_bias in config.json differ, which transformers' InternLM3 refuses; set both alike")
     if family not in MOE_FAMILIES:
         for key in ("num_experts", "num_local_experts", "n_routed_experts"):
             if config.get(key) not in (None, 0, 1):

@@ -330,8 +330,8 @@ def plan_of(
     compute = compute_of(recipe, tp=tp, ep=int(mesh.ep), cp=cp)
     compute = compute._replace(autocast=True) if autocast else compute
     passes, head, tables = _program(model, recipe, batch, cut.tree, compute)
-    alike = recipe.recompute_layers is None
-    recomputes = tuple(compute.recompute if alike else recompute_of(run, compute) for run in cut.tree.runs)
+    narrow = recipe.fsdp2.float8_layers is not None  # layers without float8 are recomputed like the others
+    recomputes = tuple(compute.recompute if narrow else recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.frozen_as_trained else width.compute
     buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *_older_tables(model, recipe))
     here, there = _held(_states(cut, tensors, recipe, frozen_width, updated), buffers, recipe, cut)
