@@ -88,8 +88,8 @@ def test_compiled_blocks_are_never_too_low(run: dict[str, Any]):
 def test_release_0_3_is_never_too_low(run: dict[str, Any]):
     """A bound, to 3 %, inside compiled blocks; exact elsewhere, but for scalars and the mask of blocks.
 
-    The script's flash attention stands for FlexAttention: its output and sums are the same, and its backward also makes gradients
-    of keys and values per query head. Those are no peak here.
+    The measured script runs flash attention in place of FlexAttention. Both return the same output and the same sums. The backward
+    of flash attention also makes gradients of keys and values for each query head, but the peak is elsewhere.
     """
     job = job_of(run)
     moments = fsdp2.account(job.model, job.recipe, job.mesh, job.batch).moments

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from tests.measured.throughput import Scored
 
-#: Rows of a machine, or of one model on it, that calibrate the others one after another, in the order of a hash.
+#: How many rows of a machine, or of one model on it, take a turn as the calibrating run. A hash orders the rows.
 _CALIBRATING = 8
 #: Larger deviations count as this much in the estimate of the parts, so that a few rows do not decide.
 _LARGEST = 0.25

@@ -176,8 +176,8 @@ class Fsdp2Options(Spec):
     """Ranks cast their shards of float8 layers' weights and gather them in float8 (torchao's ``enable_fsdp_float8_all_gather``)."""
 
     float8_layers: Count | None = None
-    """Only so many blocks, from the first, run in float8, as in torchtitan's NVFP4 recipes; the others stay in 16 bits. Modelled
-    with ``modules="torchtitan-0.3"``."""
+    """The number of blocks, from the first on, that run in float8, as in torchtitan's NVFP4 recipes. The other blocks stay in 16
+    bits. Modelled with ``modules="torchtitan-0.3"``."""
 
     @property
     def gathers_ahead(self) -> bool:

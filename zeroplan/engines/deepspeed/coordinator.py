@@ -133,7 +133,7 @@ class Coordinator:
             self._fetch(at, step.parameters)
         self._prefetch()
         memory.stream = 0
-        self.in_graph.update(() if self.turned else step.in_graph)  # the graph of a recomputation goes with it
+        self.in_graph.update(() if self.turned else step.in_graph)  # a recomputed block's graph is freed with it
 
     def free(self, at: int, freed: Freed) -> None:
         """End a module that began at a step: release parameters that are not needed soon."""
