@@ -36,7 +36,11 @@ def test_no_group_is_off_by_a_tenth_in_the_median(half: str):
 
 
 def test_deepspeed_is_near_where_the_gpu_bounds_the_step():
-    """Nothing was fitted on its rows, so both halves count. On a host like ours the others would take as long as predicted."""
+    """No constant was fitted on DeepSpeed's rows, so the test takes both halves together.
+
+    The CPU bounds the other rows. Their hosts launch kernels faster than the host on which we measured launches, so the predicted
+    step is too slow.
+    """
     every = {name: figures for kind, name, *figures in table(found()) if kind == "engine"}
     count, middle, *_ = every["deepspeed"]
     assert count > 3

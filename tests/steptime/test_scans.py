@@ -46,7 +46,7 @@ def took(name: str, tokens: int, sequences: int, heads: int, rule: Rule | None, 
 
 
 def test_the_gated_delta_rule_takes_as_long_as_on_an_h200():
-    """The seven times that gave the constants are among them; the others are one sequence, and other numbers of heads."""
+    """Seven of the times gave the constants. The rest were held out: single sequences, and other numbers of heads."""
     forward = [took("h200", *size, _GATED_DELTA).forward / ms - 1 for *size, ms in FORWARDS]
     backward = [took("h200", *size, _GATED_DELTA).backward / ms - 1 for *size, ms in BACKWARDS]
     assert median(map(abs, forward)) < 0.06

@@ -107,7 +107,7 @@ def _of_mamba(scan: Scan, on: Machine) -> Passes:
     forward = seconds((states, scores, own, before), scan.tokens, on, accumulates=False).forward
     again = seconds((states, scores), scan.tokens, on, accumulates=False).forward
     state = 2 * scan.heads * scan.keys * scan.values / scan.chunk
-    # states in fp32, then handed on in two bytes; x and the output; B and C; scores in fp32 for every head
+    # Bytes: the states are written in fp32 and read again in 16 bits; x and the output; B and C; fp32 scores of every group.
     elements = 5 * state + 4 * scan.heads * scan.values + 4 * by_group * scan.keys + 4 * by_group * scan.chunk
     moved = 2.0 * scan.layers * scan.tokens * elements / on.bandwidth
     return Passes(max(forward, moved), max(again + 2 * forward, 2 * moved))
