@@ -31,24 +31,21 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tape.drop(sorting, maps)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_GATHER)
     whole = "gradient of all ranks' tokens", e * T_g * h
-    tape.add(
-        "dispatch",
-        (tokens, chosen),
-        (own, order),
-        _back(normal, weights, op.needs(ALL_GATHER, whole), ALL_GATHER),
-        of=(normal, weights),
-    )
-    tape.drop(own, order)
+    _dispatch(tape, (normal, weights), (tokens, chosen), (own, order), op.needs(ALL_GATHER, whole), ALL_GATHER)
     return tokens, chosen, ()
 
 
-def _back(normal: Value, weights: Value, way: Backward, source: str) -> Backward:
-    """Return a dispatch's backward: the ``way`` back, and then both gradients."""
-    return op.in_turn(
+def _dispatch(
+    tape: Tape, given: tuple[Value, Value], made: tuple[Value, Value], saved: tuple[Value, Value], way: Backward, source: str
+) -> None:  # fmt: skip
+    """Add a dispatch of tokens and routing weights to the tape. Its backward is the ``way`` back, and then both gradients."""
+    back = op.in_turn(
         way,
-        op.makes("gradient of this rank's tokens", source, normal),
-        op.makes("gradient of the routing weights", source, weights),
+        op.makes("gradient of this rank's tokens", source, given[0]),
+        op.makes("gradient of the routing weights", source, given[1]),
     )
+    tape.add("dispatch", made, saved, back, of=given)
+    tape.drop(*saved)
 
 
 def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
@@ -65,14 +62,7 @@ def _sent(tape: Tape, normal: Value, weights: Value) -> Dispatched:
     tokens = op.tensor(tape, "experts: tokens that came", e, X_r * h, SORT)
     chosen = op.tensor(tape, "experts: weight of each token", w_p, X_r, ALL_TO_ALL)
     returning = "gradient of the tokens on their way back", e * (X_1 + X_2) * h
-    tape.add(
-        "dispatch",
-        (tokens, chosen),
-        (order, every),
-        _back(normal, weights, op.needs(ALL_TO_ALL, returning), PERMUTE),
-        of=(normal, weights),
-    )
-    tape.drop(order, every)
+    _dispatch(tape, (normal, weights), (tokens, chosen), (order, every), op.needs(ALL_TO_ALL, returning), PERMUTE)
     return tokens, chosen, (sorted_, came)
 
 
