@@ -36,7 +36,7 @@ def _gathered(tape: Tape, normal: Value, weights: Value) -> Dispatched:
 
 
 def _dispatch(
-    tape: Tape, given: tuple[Value, Value], made: tuple[Value, Value], saved: tuple[Value, Value], way: Backward, source: str
+    tape: Tape, given: tuple[Value, Value], made: tuple[Value, Value], saved: tuple[Store, Store], way: Backward, source: str
 ) -> None:  # fmt: skip
     """Add a dispatch of tokens and routing weights to the tape. Its backward is the ``way`` back, and then both gradients."""
     back = op.in_turn(
