@@ -43,9 +43,13 @@ _Highest = tuple[tuple[int, int], ...]
 
 
 class Training:
-    """Forward and backward, including the last bucket. ``trace`` already has the persistent lines."""
+    """Forward and backward, including the last bucket. ``trace`` already has the persistent lines.
 
-    def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
+    ``of_first``: the moments are those of the first micro-batch of all.
+    """
+
+    def __init__(self, trace: Trace, job: Job, these: Passes, *, of_first: bool = False) -> None:
+        self.of_first = of_first
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
         runs = tuple([(run.kind, run.first, run.n_blocks) for run in these.runs])
@@ -67,7 +71,10 @@ class Training:
 
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
         """Write a moment with these lines, this many gathered elements, and the gradients beside them."""
-        self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
+        if self.of_first:
+            self.trace.at(f"{Phase.FIRST}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
+        else:
+            self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
         self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
 
     def _enter(self, block: int) -> None:
@@ -128,8 +135,10 @@ class Training:
         if gathered.head_notes:
             return _held(gathered.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
         if gathered.modules:
-            return gathered.head[_OF_HEAD[point.place.at]]
-        return gathered.head[0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2]
+            at = _OF_HEAD[point.place.at]
+        else:
+            at = 0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2
+        return max(gathered.head_runs[at], gathered.head[at] - point.current_gradient)
 
     def _unreduced_before(self, point: BackwardPoint) -> Lines:
         """Return the gradients after the blocks, except the current one, that wait for a reduction without a contiguous bucket."""
