@@ -9,8 +9,8 @@ import pytest
 
 from tests.dryrun.running import dry_run
 from zeroplan import estimate
+from zeroplan.engines.megatron.inputs import forward_of_the_tower, tower_weights
 from zeroplan.engines.megatron.rank import rank_of
-from zeroplan.engines.megatron.tower import forward_of_the_tower, tower_weights
 from zeroplan.errors import SpecError
 from zeroplan.resolve import job
 from zeroplan.spec.job import JobSpec

@@ -115,7 +115,6 @@ def _all_reduce(plan: FlatPlan, unit: Group, calls: Int, what: str) -> Collectiv
 def _of_unit(
     plan: FlatPlan, mesh: Mesh, group: Group, name: str, layers: int, times: tuple[Int, Int, Int], *, is_root: bool = False
 ) -> Iterator[Collective]:
-    forward, backward, reductions = times
-    calls, ranks = (forward * layers, backward * layers, reductions * layers), (plan.n, plan.n)
-    for call in of_units(plan, (group, group), name, calls, ranks=ranks, replicas=mesh.dp_replicate):
-        yield call._replace(is_root=is_root)
+    forward, backward, reductions = (each * layers for each in times)
+    calls, replicas = (forward, backward, reductions), mesh.dp_replicate
+    return of_units(plan, (group, group), name, calls, ranks=plan.n, replicas=replicas, is_root=is_root)
