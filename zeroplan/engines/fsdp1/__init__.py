@@ -17,8 +17,8 @@ from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, flat_plan, froz
 from zeroplan.engines.fsdp2 import activations_on_host, in_host_memory, symbols_of
 from zeroplan.engines.fsdp2.groups import Group, on_host
 from zeroplan.engines.fsdp2.traffic import ROOT, of_units
-from zeroplan.engines.offloaded_activations import note
 from zeroplan.engines.optimizers import counted, step_temporary_lines
+from zeroplan.engines.pinned import note
 from zeroplan.ledger import Collective, Line, Role, Tag
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch

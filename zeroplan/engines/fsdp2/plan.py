@@ -3,11 +3,10 @@
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines, shards_of
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines, step_temporary_lines
-from zeroplan.engines.outside import held_beside, outside
+from zeroplan.engines.outside import held_beside, outside, recompute_of, run_pass
 from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths

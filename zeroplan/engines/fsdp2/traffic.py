@@ -85,7 +85,7 @@ def among_split_ranks(
 
             yield from exchanges(plan, run, mesh, batch, model)
     if mesh.cp != 1:
-        from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
+        from zeroplan.engines.fsdp2.split import exchanged  # noqa: PLC0415  as above
 
         yield from exchanged(plan, batch, model, mesh)
     if plan.recipe.optimizer == "muon":
