@@ -195,8 +195,8 @@ def _each(parameters: tuple[Parameter, ...], n: Int, *, whole: bool) -> tuple[Gr
 
 
 def _together(groups: tuple[Group, ...], symbol: str) -> Group:
-    sizes = (one.shard for one in groups), (one.padded for one in groups)
-    return Group(*map(added_up, sizes), sum(one.numel for one in groups), symbol)
+    shard, padded = added_up(one.shard for one in groups), added_up(one.padded for one in groups)
+    return Group(shard, padded, sum(one.numel for one in groups), symbol)
 
 
 def frozen_units(plan: FlatPlan) -> tuple[Group, ...]:
