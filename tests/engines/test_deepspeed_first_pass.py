@@ -11,6 +11,7 @@ from tests.engines.columns import Columns, assert_is_its_points
 from zeroplan import estimate, job
 from zeroplan.engines.deepspeed import account
 from zeroplan.engines.deepspeed.stage3 import first
+from zeroplan.engines.deepspeed.stage3.training import Beside
 from zeroplan.engines.requests import first_requests_of
 from zeroplan.ledger import Phase
 from zeroplan.spec.batch import BatchSpec
@@ -98,7 +99,9 @@ def test_what_is_left_out_is_never_the_peak(monkeypatch: pytest.MonkeyPatch, opt
     jobs = [asked(recompute, ranks=ranks, micro=micro, **options) for recompute, ranks, micro in counts]
     before = [max(highest(found, of_first=True), highest(found, of_first=False)) for found in map(account_of, jobs)]
     monkeypatch.setattr(first, "most_at_first", lambda _: None)
-    monkeypatch.setattr(first, "more_at_first", lambda *_: 10**12)
+    monkeypatch.setattr(first, "more_at_first", lambda *_, **__: 10**12)
+    monkeypatch.setattr(first, "most_noted_at_first", lambda _: 10**12)
+    monkeypatch.setattr(first, "Beside", lambda traces, *_: Beside(traces, -(10**12), are_higher_in_forward=False))
     after = [max(highest(found, of_first=True), highest(found, of_first=False)) for found in map(account_of, jobs)]
     assert before == after
 

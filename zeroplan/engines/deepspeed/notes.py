@@ -229,13 +229,22 @@ def gathered_at_first(one: Pass) -> Gathered:
 
 
 @lru_cache(maxsize=64)
-def more_at_first(one: Pass, later: Gathered) -> int:
+def most_noted_at_first(one: Pass) -> int:
+    """Return the most elements that :func:`gathered_at_first` notes."""
+    first = gathered_at_first(one)
+    return max(count for name in _COUNTED for count, _ in _pairs(getattr(first, name), getattr(first, name)))
+
+
+@lru_cache(maxsize=64)
+def more_at_first(one: Pass, later: Gathered, *, of_blocks_in_forward: bool = False) -> int:
     """Return how many more elements are gathered in the first pass than at the same place of a later one; the most, at least 0.
 
-    Later passes also hold the persistent parameters, which their notes leave out.
+    ``of_blocks_in_forward``: only in the forwards of blocks. Later passes also hold the persistent parameters, which their notes
+    leave out.
     """
     first = gathered_at_first(one)
-    more = (here - there for name in _COUNTED for here, there in _pairs(getattr(first, name), getattr(later, name)))
+    names = ("forward", "before_experts") if of_blocks_in_forward else _COUNTED
+    more = (here - there for name in names for here, there in _pairs(getattr(first, name), getattr(later, name)))
     return max(0, max(more) - later.persistent)
 
 
@@ -250,6 +259,8 @@ def _pairs(first: object, later: object) -> Iterator[tuple[int, int]]:
     """Yield the counts of two passes of the same model, place by place."""
     if isinstance(first, int) and isinstance(later, int):
         yield first, later
+    elif isinstance(first, Note) and isinstance(later, Note):
+        yield from zip(first[1:], later[1:], strict=True)  # without the gradients made
     elif isinstance(first, (list, tuple)) and isinstance(later, (list, tuple)):
         for here, there in zip(first, later, strict=True):
             yield from _pairs(here, there)
@@ -266,18 +277,17 @@ def most_at_first(one: Pass) -> int | None:
     if one.sharing.width:
         return None
     replay = _Replay(one, recording=True, resident=False)
-    own, forward, blocks = 0, 0, Counter[int]()
+    own, forward, blocks, numel = 0, 0, Counter[int](), replay.numel
     for step in replay.steps:
         ended = {index for freed in step.frees for index in freed.parameters if index not in freed.saved}
-        outlive = sum([replay.numel[index] for index in {*step.parameters, *step.in_graph} if index not in ended])
-        own = max(own, sum([replay.numel[index] for index in step.parameters]))
+        outlive = sum([numel[index] for index in {*step.parameters, *step.in_graph} if index not in ended])
+        copies = (2 if len(step.parameters) > 1 else 1) + one.sharing.copied
+        own = max(own, copies * sum([numel[index] for index in step.parameters]))
         if step.direction == BACKWARD or blocks:
             blocks[step.block] += outlive
         else:
             forward += outlive
-    return (
-        3 * own + forward + blocks.pop(0, 0) + blocks.pop(-1, 0) + max(blocks.values(), default=0) + sum(replay.second.values())
-    )
+    return own + forward + blocks.pop(0, 0) + blocks.pop(-1, 0) + max(blocks.values(), default=0) + sum(replay.second.values())
 
 
 class _Replay(Coordinator):

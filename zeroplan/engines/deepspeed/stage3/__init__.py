@@ -11,6 +11,7 @@ from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
 from zeroplan.engines.deepspeed.secondary import second_partition
 from zeroplan.engines.deepspeed.stage3.first import before_the_first_step, first_moments
 from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
+from zeroplan.engines.deepspeed.stage3.reducing import flush_memory
 from zeroplan.engines.deepspeed.stage3.states import (
     bucket_line,
     construction_moments,
@@ -37,7 +38,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
-from zeroplan.trace import Entry, Moments, Trace, entry_of
+from zeroplan.trace import Moments, Trace, entry_of
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -56,13 +57,13 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     these = passes(model, recipe, batch)
     trace = Trace()
     trace.hold("states", *persistent)
-    jobs = by_micro_batches(job, batch)
+    jobs, taken = by_micro_batches(job, batch), flush_memory(job)
     for each in jobs:
-        Training(trace, each, these).run()
+        Training(trace, each, these, taken).run()
     later = trace.finished()
     from_the_start = before_the_first_step(recipe, on_gpu)
     first = first_moments(
-        jobs, batch, these, held=(*from_the_start, *others, bucket_line(job)), made_later=on_gpu[len(from_the_start) :],
+        jobs, batch, these, taken, held=(*from_the_start, *others, bucket_line(job)), made_later=on_gpu[len(from_the_start) :],
         later=later,
     )  # fmt: skip
     temporaries = step_temporaries(job, impl)

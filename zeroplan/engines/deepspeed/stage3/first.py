@@ -13,16 +13,17 @@ Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``, ``r
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.notes import gathered_at_first, more_at_first, most_at_first
+from zeroplan.engines.deepspeed.notes import gathered_at_first, more_at_first, most_at_first, most_noted_at_first
 from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.stage3.job import Job, pass_of
-from zeroplan.engines.deepspeed.stage3.training import Training
+from zeroplan.engines.deepspeed.stage3.training import Beside, Taken, Training
 from zeroplan.engines.optimizers import states_from_the_start
 from zeroplan.engines.passes import Passes
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Bool
+from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Entry, Trace
@@ -34,31 +35,36 @@ def before_the_first_step(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple
 
 
 def first_moments(
-    jobs: tuple[Job, ...], batch: Batch, these: Passes, *, held: tuple[Line, ...], made_later: tuple[Line, ...],
+    jobs: tuple[Job, ...], batch: Batch, these: Passes, taken: Taken, *, held: tuple[Line, ...], made_later: tuple[Line, ...],
     later: Sequence[Entry],
 ) -> tuple[Entry, ...]:  # fmt: skip
     """Return the moments of the first micro-batch; none if it provably is not the peak.
 
-    ``jobs``: the job with the trace of later micro-batches; ``held``: the lines that exist from the start; ``made_later``: the
-    optimizer's states that do not; ``later``: the moments of later micro-batches.
+    ``jobs``: the job with the trace of later micro-batches; ``taken``: each flush's memory beside its bucket; ``held``: the lines
+    that exist from the start; ``made_later``: the optimizer's states that do not; ``later``: the moments of later micro-batches.
     """
     job, missing = jobs[0], total_bytes(made_later)
     alone = isinstance(job.n_ranks, int) and job.n_ranks == 1
     if job.recipe.forward_only or (alone and not offloads_parameters(job.recipe)):
         return ()
     one = pass_of(job.every, job.recipe, job.n_ranks)
-    bound, peak = most_at_first(one), _peak(later)
+    bound = most_at_first(one)
     if bound is not None and _never(job.element * (bound - job.trace.persistent) > missing):
         return ()
-    if bound is not None and peak is not None and _never(peak.beside - missing + job.element * bound > peak.total):
+    peak = _peak(later)
+    if bound is not None and _is_below(peak, job.element * bound, missing):
         return ()
-    more = max(more_at_first(one, each.trace) for each in jobs if each.applies is not False)
-    if _never(job.element * more > missing):
+    traces = tuple(each.trace for each in jobs if each.applies is not False)
+    more = max(more_at_first(one, each) for each in traces)
+    if _never(job.element * more > missing) or _is_below(peak, job.element * most_noted_at_first(one), missing):
         return ()
     trace = Trace()
     trace.hold("states", *held)
     first = job._replace(trace=gathered_at_first(one), applies=True, ends_step=batch.grad_accum_steps == 1)
-    Training(trace, first, these, of_first=True).run()
+    least = missing if isinstance(missing, int) else int(missing.min())
+    spare = least // job.element + job.trace.persistent
+    in_forward = all(job.element * more_at_first(one, each, of_blocks_in_forward=True) <= least for each in traces)
+    Training(trace, first, these, taken, later=Beside(traces, spare, in_forward)).run()
     found = trace.finished()
     highest = None if peak is None else _peak(found)
     return () if peak is not None and highest is not None and highest.total <= peak.total else found
@@ -77,16 +83,22 @@ class _Peak(NamedTuple):
 
 def _peak(moments: Sequence[Entry]) -> _Peak | None:
     """Return the peak of a single job's moments; None for columns."""
-    known: dict[int, _Peak] = {}
-    highest = _Peak(0, 0)
-    for entry in moments:
-        total = beside = 0
-        for lines in entry.alive:
-            if id(lines) not in known:
-                n_bytes, gathers = total_bytes(lines), total_bytes(tuple([one for one in lines if one.kind is Kind.GATHER]))
-                if not (isinstance(n_bytes, int) and isinstance(gathers, int)):
-                    return None
-                known[id(lines)] = _Peak(n_bytes, n_bytes - gathers)
-            total, beside = total + known[id(lines)].total, beside + known[id(lines)].beside
-        highest = _Peak(max(highest.total, total), max(highest.beside, beside))
-    return highest
+    keys = [tuple(map(id, entry.alive)) for entry in moments]
+    groups = dict(zip(chain.from_iterable(keys), chain.from_iterable([entry.alive for entry in moments]), strict=True))
+    totals, others = dict[int, Int](), dict[int, Int]()
+    for known, lines in groups.items():
+        total: Int = 0
+        gathered: Int = 0
+        for kind, n_bytes, *_ in lines:
+            total = total + n_bytes
+            gathered = gathered + n_bytes if kind is Kind.GATHER else gathered
+        totals[known], others[known] = total, total - gathered
+    if not set(map(type, totals.values())) <= {int}:
+        return None
+    highest, beside = (max([sum(map(each.__getitem__, key)) for key in keys]) for each in (totals, others))
+    return _Peak(int(highest), int(beside))
+
+
+def _is_below(peak: _Peak | None, gathered_bytes: int, missing: Int) -> bool:
+    """Whether a single job's first micro-batch is below the peak even if so much is gathered at its every moment."""
+    return peak is not None and not _never(peak.beside - missing + gathered_bytes <= peak.total)
