@@ -25,7 +25,8 @@ from zeroplan.spec.family import (
     Activation,
     is_global,
 )
-from zeroplan.transformer.families.definition import ConfigKeys, definition_of
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.keys import ConfigKeys
 
 Config = Mapping[str, object]
 _FIELDS = (

@@ -17,7 +17,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.ending import Ending, ending_of, ran_to_the_loss
 from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.split_backward import ran_program, structure_and_order
 from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
@@ -322,7 +322,7 @@ def _until_last_saved(tape: Tape) -> list[Action]:
 
 @lru_cache(maxsize=64)
 def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
-    made = _to_the_loss(*ran_forward(ending, marking=marking))
+    made = _to_the_loss(*ran_to_the_loss(ending, marking=marking))
     return _of_a_rank(made) if ending.sharded else made
 
 
