@@ -4,13 +4,8 @@ from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.adapter import (
-    ADAPTED_LIKE_LLAMA,
-    ADAPTED_UNDER_FSDP1,
     ATTENTION,
-    BARE_EXPERTS_UNDER_AUTOCAST,
     HEAD,
-    NOT_UNDER_AUTOCAST,
-    OF_PRIME_RL,
     WIDENED,
     AdapterSpec,
 )
@@ -24,6 +19,7 @@ from zeroplan.spec.family import (
     LEARNED_POSITIONS,
     TRAITS,
     WIDE_ROUTERS,
+    modelled,
 )
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
@@ -35,12 +31,11 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.per_layer import check_per_layer
-from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
+from zeroplan.spec.pipeline import SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import (
     LOMO,
     ON_PAPER,
     PRIME_RL,
-    ROUNDED_FAMILIES,
     ROUNDING,
     SENDING,
     STEPS_ALONE,
@@ -176,7 +171,7 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
     adapters = "adapters of several runs (prime-rl's)"
     widths = {model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim}
     widths |= set() if model.moe is None else {model.moe.moe_intermediate_size}
-    theirs = model.family in OF_PRIME_RL and PRIME_RL in recipe.fused_parts
+    theirs = model.has("prime-rl") and PRIME_RL in recipe.fused_parts
     for is_so, what, instead in (
         (recipe.engine != "fsdp2", f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (recipe.precision not in ("bf16", "bf16-mixed"), f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
@@ -189,9 +184,9 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
         (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
         (bool(adapter.saved), "modules that are trained whole", "adapters alone"),
         (
-            (model.family not in ADAPTED_LIKE_LLAMA or model.vision is not None) and not theirs,
+            (not model.has("adapters everywhere") or model.vision is not None) and not theirs,
             f"a {model.family} model",
-            f"fused_kernels {PRIME_RL!r}" if model.family in OF_PRIME_RL else "a dense model",
+            f"fused_kernels {PRIME_RL!r}" if model.has("prime-rl") else "a dense model",
         ),
         (theirs and adapter.looped, "experts one after the other", "looped false"),
         (theirs and adapter.dropout, "dropout of experts' inputs", "dropout false"),
@@ -242,10 +237,10 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
         "precision 'bf16', or upcast 'norms', which takes as much",
     )
-    if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
+    if not model.has("adapters everywhere") and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
-        packed = model.family in ADAPTED_UNDER_FSDP1 and model.is_quantised and not any(model.stacked)
+        packed = model.has("quantised adapters under fsdp1") and model.is_quantised and not any(model.stacked)
         yield recipe.engine == "fsdp1" and not packed and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
         ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
         yield bool(ours) and f"fused kernels of adapters in {this}", "none"
@@ -271,8 +266,8 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
 
     With weights in few bits a linear layer returns the dtype of its input. So norms in fp32 widen what comes after them.
     """
-    yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
-    in_experts = any(model.stacked) and model.family in BARE_EXPERTS_UNDER_AUTOCAST
+    yield not model.has("adapters under autocast") and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+    in_experts = any(model.stacked) and not model.has("experts' adapters under autocast")
     yield in_experts and f"experts of {this} under autocast", "targets 'attention', or precision 'bf16'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts or "C" in model.letters
@@ -567,7 +562,7 @@ class JobSpec(Spec):
         recipe, model = self.recipe, self.model
         cases = (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
-            (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
+            (not model.has("pipeline") and f"family {model.family!r}", f"one of {', '.join(modelled('pipeline'))}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.mla is not None and model.mla.index_every > 1 and "layers that share picked keys", "pp=1"),
             (model.max_window_layers > 0 and "a window in some layers", "pp=1"),
@@ -698,7 +693,10 @@ class JobSpec(Spec):
         if not (fused := [one for one in ROUNDING if one in self.recipe.fused_parts]):
             return
         cases: tuple[tuple[str | bool, str], ...] = (
-            (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
+            (
+                not model.has("rounded weights") and f"a {model.family} model",
+                f"one of {', '.join(modelled('rounded weights'))}",
+            ),
             (model.frozen is not None and "frozen parts", "full training or adapters"),
             (model.vision is not None and "images", "a text model"),
             (model.is_quantised and "quantised weights", "quantize 'none'"),
@@ -757,7 +755,7 @@ class JobSpec(Spec):
             return
         others = [one for one in recipe.fused_parts if one not in (PRIME_RL, "cross-entropy")]
         refuse(f"fused_kernels {PRIME_RL!r} with", (
-            (self.model.family not in OF_PRIME_RL and f"a {self.model.family} model", f"one of {', '.join(OF_PRIME_RL)}"),
+            (not self.model.has("prime-rl") and f"a {self.model.family} model", f"one of {', '.join(modelled('prime-rl'))}"),
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (recipe.precision not in ("bf16", "bf16-mixed") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
             (bool(others) and f"{', '.join(others)}", "it alone"),

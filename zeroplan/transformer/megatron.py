@@ -13,11 +13,11 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, where
-from zeroplan.spec.adapter import CONVERTED, MLP
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, MegatronOptions, RecipeSpec
+from zeroplan.spec.traits import MLP
 from zeroplan.transformer.families import megatron as program
 from zeroplan.transformer.families.megatron.structure import Dispatcher, Routing
 from zeroplan.transformer.families.megatron.structure import Layer as Structure
@@ -329,7 +329,7 @@ def structure_of(job: Job, kind: str) -> Structure:
 
 def adapted_matrices(model: ModelSpec) -> tuple[str, ...]:
     """Return Megatron-Core's names of the matrices with adapters. One adapter serves matrices that Megatron-Core joins."""
-    gate, up, down = CONVERTED.get(model.family, MLP)
+    gate, up, down = model.traits.converted or MLP
     parts = {
         "linear_qkv": ("q_proj", "k_proj", "v_proj"),
         "linear_proj": ("o_proj",),

@@ -6,12 +6,13 @@ from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int, where
-from zeroplan.spec.adapter import ATTENTION, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.traits import ATTENTION
 from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.experts import COMBINE, DISPATCH
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
