@@ -38,7 +38,6 @@ from zeroplan.spec.family import (
     TRAITS,
     WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
-    Activation,
     modelled,
 )
 from zeroplan.spec.frozen import PARTS, FrozenSpec
@@ -50,7 +49,7 @@ from zeroplan.spec.pipeline import SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
 from zeroplan.spec.split import split_families
-from zeroplan.spec.traits import ATTENTION
+from zeroplan.spec.traits import ATTENTION, Activation
 from zeroplan.spec.vision import VisionSpec
 
 T = TypeVar("T")

@@ -34,11 +34,11 @@ from zeroplan.spec.family import (
     TRAITS,
     WIDE_ROUTERS,
     WINDOWED_FAMILIES,
-    Activation,
 )
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
+from zeroplan.spec.traits import Activation
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.tags import SCRATCH

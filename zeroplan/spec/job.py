@@ -3,12 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import (
-    ATTENTION,
-    HEAD,
-    WIDENED,
-    AdapterSpec,
-)
+from zeroplan.spec.adapter import HEAD, WIDENED, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.compiled import check_compiled
@@ -47,6 +42,7 @@ from zeroplan.spec.recipe import (
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
+from zeroplan.spec.traits import ATTENTION
 from zeroplan.spec.vision import VisionSpec
 
 #: The ZeRO stages of each engine, with their names.

@@ -12,6 +12,7 @@ import pytest
 from tests.combined import BY_NIGHT
 from tests.simulated import simulate
 from zeroplan import Fsdp2Options, ModelSpec, estimate, job
+from zeroplan.spec.family import modelled
 
 if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
