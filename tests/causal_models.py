@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zeroplan.catalog.config_rest import config_keys
-from zeroplan.spec.family import PLAIN_HEADS, WINDOWED_FAMILIES, WITHOUT_SDPA
+from zeroplan.spec.family import PLAIN_HEADS, WITHOUT_SDPA
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -96,4 +95,6 @@ def weight_dtype(compute: Compute) -> torch.dtype:
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
     """The config that a measurement makes; classes that always have a window get one that no sequence fills."""
     made = config(replace(spec, num_hidden_layers=layers))
-    return AutoConfig.for_model(**{key: NO_WINDOW if key == "sliding_window" and value is None else value for key, value in made.items()})
+    return AutoConfig.for_model(
+        **{key: NO_WINDOW if key == "sliding_window" and value is None else value for key, value in made.items()}
+    )

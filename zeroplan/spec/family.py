@@ -11,17 +11,14 @@ from zeroplan.spec.traits import MLP, Activation, Layers, Modelled, Traits
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
-    "jais2", "helium", "stablelm", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax",
-    "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
-    "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open",
-    "hy_v3", "exaone_moe",
-    "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon", "olmo_hybrid", "internlm3",
-    "youtu",
+    "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee", "jais2",
+    "helium", "stablelm", "gemma", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite",
+    "ernie4_5", "glm", "glm4", "cohere", "cohere2", "hyperclovax", "starcoder2", "gpt2", "gpt_neox", "phi",
+    "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax", "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
+    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba",
+    "falcon_h1", "deepseek_v2", "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite",
+    "glm4_moe", "dots1", "solar_open", "hy_v3", "exaone_moe", "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon",
+    "olmo_hybrid", "internlm3", "youtu",
 ]  # fmt: skip
 
 #: The names of an expert's layers of Mixtral in transformers 4.
@@ -66,22 +63,30 @@ TRAITS: Mapping[str, Traits] = {
     "seed_oss": Traits("llama", biased_output=False, modelled=_DENSE | {"adapters everywhere", "split", "pipeline"}),
     "smollm3": Traits("llama", global_every=4, unturned=True, modelled=_DENSE | {"adapters everywhere", "liger"}),
     "hunyuan_v1_dense": Traits("llama", head_norms=True, modelled=_DENSE),
-    "arcee": Traits("llama", "relu2", layers=_UNGATED, modelled=_DENSE),
-    "jais2": Traits("llama", "relu2", layers=_UNGATED, modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"}),
+    "arcee": Traits("llama", "relu2", gated=False, layers=_UNGATED, modelled=_DENSE),
+    "jais2": Traits(
+        "llama", "relu2", layer_norms=True, gated=False, layers=_UNGATED,
+        modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
+    ),
     "helium": Traits("helium", biased_output=False, modelled=_DENSE),
-    "stablelm": Traits("stablelm", biased_output=False, turned=4, modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"}),
-    "gemma": Traits("gemma", "gelu_pytorch_tanh", modelled=_LORA | {"offloaded activations", "liger"}),
+    "stablelm": Traits(
+        "stablelm", biased_output=False, turned=4, layer_norms=True,
+        modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
+    ),
+    "gemma": Traits("gemma", "gelu_pytorch_tanh", embedding_scale=True, modelled=_LORA | {"offloaded activations", "liger"}),
     "gemma2": Traits(
-        "gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False, peft_targets="q_proj,v_proj",
+        "gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False, caps_scores=True, caps_logits=True, norms=4,
+        embedding_scale=True, peft_targets="q_proj,v_proj",
         modelled=_DENSE | {"adapters everywhere", "liger"},
     ),
     "gemma3_text": Traits(
         "gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True,
-        peft_targets="q_proj,v_proj", modelled=_DENSE | {"adapters everywhere"},
+        norms=4, embedding_scale=True, peft_targets="q_proj,v_proj", modelled=_DENSE | {"adapters everywhere"},
     ),
     "gemma4_text": Traits(
         "gemma4", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True,
-        experts="on this rank", may_be_dense=True, layers=Layers(others=("proj", *OF_EMBEDDINGS, TO_ALL_LAYERS)),
+        experts="on this rank", may_be_dense=True, caps_logits=True, norms=4, embedding_scale=True,
+        layers=Layers(others=("proj", *OF_EMBEDDINGS, TO_ALL_LAYERS)),
         modelled=_LORA,
     ),
     "phi3": Traits(
@@ -94,34 +99,38 @@ TRAITS: Mapping[str, Traits] = {
     "granite": Traits(
         "llama", divides_logits=True, modelled=_DENSE | {"adapters everywhere", "frozen parts", "older releases"},
     ),
+    "hyperclovax": Traits("llama", divides_logits=True, norms=4, modelled=_DENSE),
     "ernie4_5": Traits("ernie4_5", modelled=_LORA | {"float8"}),
     "glm": Traits("glm4", turned=2, biased_output=False, layers=_JOINT, modelled=_DENSE),
-    "glm4": Traits("glm4", turned=2, biased_output=False, layers=_JOINT, modelled=_DENSE),
+    "glm4": Traits("glm4", turned=2, biased_output=False, norms=4, layers=_JOINT, modelled=_DENSE),
     "cohere": Traits("cohere", divides_logits=True, head_norms=None, modelled=_DENSE),
     "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True, modelled=_DENSE),
     "starcoder2": Traits(
-        "starcoder2", "gelu_pytorch_tanh", window=True, layers=Layers(mlp=("c_fc", "c_proj")),
+        "starcoder2", "gelu_pytorch_tanh", window=True, layer_norms=True, gated=False, layers=Layers(mlp=("c_fc", "c_proj")),
         modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
     ),
     "gpt2": Traits(
-        "gpt2", "gelu_new", learned_positions=True, plain_heads=True, layers=Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
+        "gpt2", "gelu_new", learned_positions=True, plain_heads=True, layer_norms=True, gated=False,
+        layers=Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
         modelled=frozenset({"adapters", "offloaded activations", "megatron"}),
     ),
     "gpt_neox": Traits(
-        "gpt_neox", "gelu", plain_heads=True, turned=4, layers=_JOINT_QKV,
+        "gpt_neox", "gelu", plain_heads=True, turned=4, layer_norms=True, gated=False, layers=_JOINT_QKV,
         modelled=_IN_ONE_DTYPE | {"offloaded activations", "pipeline"},
     ),
     "phi": Traits(
         "phi", "gelu_new", plain_heads=True, turned_width=32, head_bias=True,
-        layers=Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")), modelled=_IN_ONE_DTYPE,
+        layer_norms=True, gated=False, layers=Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
+        modelled=_IN_ONE_DTYPE,
     ),
     "opt": Traits(
         "opt", "relu", learned_positions=True, plain_heads=True,
-        layers=Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
+        layer_norms=True, gated=False, layers=Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
         modelled=_IN_ONE_DTYPE | {"offloaded activations"},
     ),
     "bloom": Traits(
-        "bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False, layers=_JOINT_QKV,
+        "bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False, layer_norms=True, gated=False,
+        layers=_JOINT_QKV,
         modelled=_IN_ONE_DTYPE | {"megatron"},
     ),
     "mixtral": Traits(
@@ -139,7 +148,7 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2,
-        layers=Layers(mlp=OF_MIXTRAL), converted=OF_MIXTRAL,
+        router_bias="model's dtype", layers=Layers(mlp=OF_MIXTRAL), converted=OF_MIXTRAL,
         modelled=_WITH_EXPERTS | {"pipeline", "automodel", "automodel blocks"},
     ),
     "minimax": Traits(
@@ -187,7 +196,9 @@ TRAITS: Mapping[str, Traits] = {
     "nemotron_h": Traits(
         "nemotron_h", "relu2", other_activations=False, linear=True, pattern="M*-E", experts="dispatched", shared_experts=True,
         may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
-        layers=_UNGATED._replace(others=(*MAMBA.others, *LATENT_OF_EXPERTS, JOINING)), adapted_output=False, kernels=OF_MAMBA,
+        gated=False, router_bias="model's dtype",
+        layers=_UNGATED._replace(others=(*MAMBA.others, *LATENT_OF_EXPERTS, JOINING)), adapted_output=False,
+        kernels=OF_MAMBA,
         modelled=_LORA | {"automodel"},
     ),
     "bamba": Traits(
@@ -203,19 +214,20 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
-        layers=_LATENT, converted=MLP, modelled=_IN_ONE_DTYPE | {"pipeline", "megatron", "automodel", "automodel blocks"},
+        router_bias="model's dtype", layers=_LATENT, converted=MLP,
+        modelled=_IN_ONE_DTYPE | {"pipeline", "megatron", "automodel", "automodel blocks"},
     ),
     "kimi_linear": Traits(
         "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True,
-        latent=True, kernels=_OF_DELTA,
+        latent=True, router_bias="model's dtype", kernels=_OF_DELTA,
     ),
     "deepseek_v32": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
-        indexed=True, layers=_LATENT, converted=MLP, modelled=frozenset({"adapters"}),
+        indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters"}),
     ),
     "glm_moe_dsa": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
-        indexed=True, layers=_LATENT, converted=MLP, modelled=frozenset({"adapters", "pipeline"}),
+        indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters", "pipeline"}),
     ),
     "mistral4": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
@@ -223,28 +235,28 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "glm4_moe_lite": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
-        layers=_LATENT, converted=MLP, modelled=_LORA | {"automodel", "automodel blocks"},
+        router_bias="fp32", layers=_LATENT, converted=MLP, modelled=_LORA | {"automodel", "automodel blocks"},
     ),
     "glm4_moe": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=None,
-        biased_output=False, turned=2, converted=MLP,
+        biased_output=False, turned=2, router_bias="fp32", converted=MLP,
         modelled=_LORA | {"prime-rl", "pipeline", "automodel", "automodel blocks"},
     ),
     "dots1": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
-        converted=MLP, modelled=_IN_ONE_DTYPE | {"pipeline"},
+        router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE | {"pipeline"},
     ),
     "solar_open": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False, one_width=True,
-        converted=MLP, modelled=_IN_ONE_DTYPE,
+        router_bias="fp32", converted=MLP, modelled=_IN_ONE_DTYPE,
     ),
     "hy_v3": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
-        modelled=_IN_ONE_DTYPE | {"pipeline"},
+        router_bias="model's dtype", modelled=_IN_ONE_DTYPE | {"pipeline"},
     ),
     "exaone_moe": Traits(
         "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched",
-        shared_experts=True, head_norms=True, converted=MLP, modelled=_IN_ONE_DTYPE,
+        shared_experts=True, head_norms=True, router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE,
     ),
     "gpt_oss": Traits(
         "gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False, layers=_ALONE,
@@ -261,12 +273,15 @@ TRAITS: Mapping[str, Traits] = {
         layers=Layers(others=("a_proj", "b_proj", "g_proj")), kernels=_OF_DELTA, modelled=_LORA,
     ),
     "apertus": Traits(
-        "apertus", other_activations=False, head_norms=True, layers=_UNGATED,
+        "apertus", other_activations=False, head_norms=True, gated=False, layers=_UNGATED,
         modelled=frozenset({"adapters", "offloaded activations"}),
     ),
-    "falcon": Traits("falcon", "gelu", masks_all=True, layers=_JOINT_QKV, modelled=frozenset({"adapters"})),
+    "falcon": Traits(
+        "falcon", "gelu", masks_all=True, layer_norms=True, gated=False, layers=_JOINT_QKV, modelled=frozenset({"adapters"}),
+    ),
     "lfm2_moe": Traits(
-        "lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched", layers=_SHORT, modelled=_LORA,
+        "lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched", router_bias="fp32",
+        layers=_SHORT, modelled=_LORA,
     ),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)

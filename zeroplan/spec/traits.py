@@ -102,6 +102,20 @@ class Traits(NamedTuple):
     """Every layer gets a mask for ``scaled_dot_product_attention``, whatever the batch."""
     sdpa: bool = True
     """transformers runs it with ``scaled_dot_product_attention`` (``_supports_sdpa``), else with eager attention."""
+    caps_scores: bool = False
+    """``tanh`` caps the scores of its attention."""
+    caps_logits: bool = False
+    """``tanh`` caps the logits before the loss."""
+    layer_norms: bool = False
+    """Its norms are LayerNorms, which torch runs as one operator."""
+    norms: int = 2
+    """Norms of hidden states in a block."""
+    gated: bool = True
+    """Its MLP has a gate."""
+    embedding_scale: bool = False
+    """A buffer multiplies its embeddings."""
+    router_bias: Literal["none", "model's dtype", "fp32"] = "none"
+    """The dtype of the buffer that its router adds to the scores before it chooses experts."""
     layers: Layers = Layers()
     """The linear layers of its blocks. Experts and most routers are none in transformers 5."""
     converted: tuple[str, ...] = ()
