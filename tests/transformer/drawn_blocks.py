@@ -72,7 +72,6 @@ BY_KINDS = (
     "cohere2",
     "cwm",
     "exaone_moe",
-    "vaultgemma",
 )
 """Families whose classes always have a window."""
 
