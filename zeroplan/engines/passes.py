@@ -11,9 +11,8 @@ from operator import mul
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import kept_by, several
-from zeroplan.engines.outside import outside
+from zeroplan.engines.outside import outside, recompute_of, run_pass
 from zeroplan.engines.precisions import compute_of
 from zeroplan.engines.sources import FLOWING, KEPT
 from zeroplan.ledger import Kind, Line, total_bytes

@@ -11,7 +11,7 @@ from itertools import accumulate, groupby
 from typing import NamedTuple, TypeAlias, cast
 
 from zeroplan.engines.modules import LEAF_FAMILIES, executed_modules
-from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, minimum
+from zeroplan.numeric import Int, added_up, ceil_div, for_each_value, maximum, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter, below_blocks, operator_of
 from zeroplan.transformer.params import has_frozen, is_frozen, layout, runs_in_order, trained_layout
@@ -361,7 +361,4 @@ def shares(sizes: Sizes, n_ranks: Int) -> Int:
     >>> shares(((10, 2), (4, 1)), 4)
     7
     """
-    total: Int = 0
-    for numel, count in sizes:
-        total = total + count * -(-numel // n_ranks)
-    return total
+    return added_up(count * ceil_div(numel, n_ranks) for numel, count in sizes)

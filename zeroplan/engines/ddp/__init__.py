@@ -21,7 +21,6 @@ from zeroplan.engines.ddp.zero_redundancy import every_tensor, fullest_share
 from zeroplan.engines.formulas import for_ranks, sized
 from zeroplan.engines.frozen import ROUTED, frozen_lines, frozen_symbols
 from zeroplan.engines.micro_batch import Lines
-from zeroplan.engines.offloaded_activations import with_offloaded_activations
 from zeroplan.engines.optimizers import (
     counted,
     implementation_of,
@@ -32,6 +31,7 @@ from zeroplan.engines.optimizers import (
 )
 from zeroplan.engines.outside import held_beside
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
+from zeroplan.engines.pinned import with_offloaded_activations
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.published_optimizers import notes_of
 from zeroplan.engines.rows import Row

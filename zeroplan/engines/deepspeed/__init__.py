@@ -12,9 +12,9 @@ from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_grad
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import bf16_optimizer_account, partitioned_account, unpartitioned_account
-from zeroplan.engines.offloaded_activations import with_offloaded_activations
 from zeroplan.engines.optimizers import check_engine, implementation
 from zeroplan.engines.passes import passes
+from zeroplan.engines.pinned import with_offloaded_activations
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
