@@ -53,11 +53,11 @@ TRAITS: Mapping[str, Traits] = {
     "ministral3": Traits("llama", window=True, modelled=_DENSE | {"automodel", "automodel blocks"}),
     "cwm": Traits("llama", window=True, global_every=4, global_first=True, modelled=_DENSE),
     "qwen2": Traits(
-        "llama", biased_output=False, window=True, peft_targets="q_proj,v_proj",
+        "llama", biased_output=False, window=True, late_window=True, peft_targets="q_proj,v_proj",
         modelled=_LLAMA_LIKE | {"automodel", "automodel blocks"},
     ),
     "qwen3": Traits(
-        "llama", head_norms=True, window=True, peft_targets="q_proj,v_proj",
+        "llama", head_norms=True, window=True, late_window=True, peft_targets="q_proj,v_proj",
         modelled=(_LLAMA_LIKE - {"older releases"}) | {"automodel blocks"},
     ),
     "seed_oss": Traits("llama", biased_output=False, modelled=_DENSE | {"adapters everywhere", "split", "pipeline"}),
@@ -129,7 +129,7 @@ TRAITS: Mapping[str, Traits] = {
         modelled=_IN_ONE_DTYPE | {"offloaded activations"},
     ),
     "bloom": Traits(
-        "bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False, layer_norms=True, gated=False,
+        "bloom", "gelu_new", other_activations=False, alibi=True, plain_heads=True, sdpa=False, layer_norms=True, gated=False,
         layers=_JOINT_QKV,
         modelled=_IN_ONE_DTYPE | {"megatron"},
     ),
@@ -314,11 +314,10 @@ def modelled(what: Modelled) -> tuple[str, ...]:
 USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one in TRAITS.items()}
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
-#: Families whose ``max_window_layers`` gives the first layers full attention and the layers after them a sliding window.
-SOME_WINDOWED: tuple[str, ...] = ("qwen2", "qwen3")
+SOME_WINDOWED = families(lambda one: one.late_window)
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
-#: Families without rotary positions: learned ones, or ALiBi (BLOOM).
-UNROTATED = (*LEARNED_POSITIONS, "bloom")
+#: Families without rotary positions.
+UNROTATED = families(lambda one: one.learned_positions or one.alibi)
 LINEAR_FAMILIES = families(lambda one: one.linear)
 PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)

@@ -370,7 +370,7 @@ class JobSpec(Spec):
     @property
     def _has_more_before_blocks(self) -> bool:
         """Whether the model has other parameters than the token embedding before its blocks."""
-        return bool(self.model.positions) or self.model.family == "bloom"
+        return bool(self.model.positions) or self.model.traits.alibi
 
     def _check_gathers_ahead(self) -> None:
         """Raise SpecError for options that are not modelled with blocks gathered ahead explicitly, or the last one kept."""

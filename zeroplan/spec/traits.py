@@ -46,6 +46,8 @@ class Traits(NamedTuple):
     """A config may choose another activation function."""
     window: bool = False
     """It may have a sliding window."""
+    late_window: bool = False
+    """``max_window_layers`` gives its first layers full attention, and those after them a sliding window."""
     global_every: int | None = None
     """The period of alternating layers: one layer per period has full attention, the others a window or linear attention."""
     global_first: bool = False
@@ -82,6 +84,8 @@ class Traits(NamedTuple):
     """If attention's projections have biases, the output projection has one too."""
     head_norms: bool | None = False
     """Queries and keys are normalised over each head; None: the config decides."""
+    alibi: bool = False
+    """Attention has ALiBi, a bias per head, in place of positions (BLOOM)."""
     plain_heads: bool = False
     """The head width is hidden / heads, and there are as many key/value heads as query heads."""
     divides_logits: bool = False

@@ -73,7 +73,7 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
         return profile_of(model).buffer_bytes
-    scale = element_bytes if model.traits.embedding_scale else 0
+    scale = element_bytes * (1 + (model.per_layer is not None)) if model.traits.embedding_scale else 0
     scale += element_bytes * model.num_hidden_layers * _NUMBERS_OF_LAYERS.get(model.family, 0)
     of_bias = _FP32 if model.traits.router_bias == "fp32" else element_bytes
     scale += element_bytes * _falcon_scales(model)

@@ -27,8 +27,6 @@ from zeroplan.transformer.published import KORTHIKANTI
 
 #: Families with dropout by default.
 WITH_DROPOUT = ("gpt2",)
-#: Families whose MLP has no gate, and whose norms save a mean beside the deviation.
-UNGATED = ("gpt2", "bloom")
 #: The kind of a layer of multi-token prediction.
 PREDICTS = "mtp"
 #: Kinds of layers whose MLPs are experts, if the model has experts.
@@ -190,7 +188,7 @@ def drops_scores(job: Job) -> bool:
 def is_gated(job: Job) -> bool:
     """Whether MLPs and experts have a gate (``--swiglu``)."""
     option = job.recipe.megatron.swiglu
-    return job.model.family not in UNGATED if option is None else option
+    return job.model.traits.gated if option is None else option
 
 
 def norms_heads(job: Job) -> bool:
@@ -401,7 +399,7 @@ def symbols_of(job: Job) -> tuple[Symbolic, ...]:
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
         Symbolic("T_w", gathered, "those of them that are gathered for a matrix"),
         Symbolic("T_c", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
-        Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
+        Symbolic("w_n", 8 if model.traits.layer_norms else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
         *_widths_of_values(job),
