@@ -13,11 +13,11 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, where
-from zeroplan.spec.adapter import CONVERTED, MLP
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, MegatronOptions, RecipeSpec
+from zeroplan.spec.traits import MLP
 from zeroplan.transformer.families import megatron as program
 from zeroplan.transformer.families.megatron.structure import Dispatcher, Routing
 from zeroplan.transformer.families.megatron.structure import Layer as Structure
@@ -27,8 +27,6 @@ from zeroplan.transformer.published import KORTHIKANTI
 
 #: Families with dropout by default.
 WITH_DROPOUT = ("gpt2",)
-#: Families whose MLP has no gate, and whose norms save a mean beside the deviation.
-UNGATED = ("gpt2", "bloom")
 #: The kind of a layer of multi-token prediction.
 PREDICTS = "mtp"
 #: Kinds of layers whose MLPs are experts, if the model has experts.
@@ -185,7 +183,7 @@ def drops_scores(job: Job) -> bool:
 def is_gated(job: Job) -> bool:
     """Whether MLPs and experts have a gate (``--swiglu``)."""
     option = job.recipe.megatron.swiglu
-    return job.model.family not in UNGATED if option is None else option
+    return job.model.traits.gated if option is None else option
 
 
 def norms_heads(job: Job) -> bool:
@@ -322,7 +320,7 @@ def structure_of(job: Job, kind: str) -> Structure:
 
 def adapted_matrices(model: ModelSpec) -> tuple[str, ...]:
     """Return Megatron-Core's names of the matrices with adapters. One adapter serves matrices that Megatron-Core joins."""
-    gate, up, down = CONVERTED.get(model.family, MLP)
+    gate, up, down = model.traits.converted or MLP
     parts = {
         "linear_qkv": ("q_proj", "k_proj", "v_proj"),
         "linear_proj": ("o_proj",),
@@ -386,7 +384,7 @@ def symbols_of(job: Job) -> tuple[Symbolic, ...]:
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
         Symbolic("T_w", gathered, "those of them that are gathered for a matrix"),
         Symbolic("T_c", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
-        Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
+        Symbolic("w_n", 8 if model.traits.layer_norms else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
         *_widths_of_values(job),

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, at_least, at_most, ceil
 from zeroplan.ledger import PLAIN, Kind
+from zeroplan.spec.family import families
 from zeroplan.spec.releases import Release
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Factor, cast, factors, makes, run, tensor
@@ -487,7 +488,7 @@ def of_broadcast_keys(tape: Tape, heads: Heads) -> Attended:
 
 #: Families whose eager attention differs from Llama's.
 EAGER_OF: dict[str, Attend] = {
-    "gemma2": partial(eager, capped=True),
+    **dict.fromkeys(families(lambda one: one.caps_scores), partial(eager, capped=True)),
     "gpt_oss": partial(eager, source=SINKS, sinks=True),
     "gpt2": of_one_tensor,
     "llama4_text": partial(eager, source=LLAMA_4, narrow=True),

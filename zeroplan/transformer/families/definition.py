@@ -8,11 +8,12 @@ from typing import Literal, NamedTuple
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Tag
 from zeroplan.spec.adapter import Dora, Quantize, Stacked
-from zeroplan.spec.family import TRAITS, Activation
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import LINEAR_KERNELS, Attention, Recompute
 from zeroplan.spec.releases import NOW, Release
+from zeroplan.spec.traits import Activation
 from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
 from zeroplan.transformer.families.keys import ConfigKeys

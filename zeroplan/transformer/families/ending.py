@@ -17,7 +17,7 @@ from zeroplan.expr import NOTHING, Size, Values, at_least, at_most, call, ceil
 from zeroplan.ledger import Among, Kind, Line, Module, Role, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
-from zeroplan.spec.family import TRAITS
+from zeroplan.spec.family import TRAITS, traits_of
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OF_LOSS, ROUNDING, Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
@@ -69,9 +69,6 @@ OF_ALL_RANKS = "NeMo AutoModel 36044ad3, components/loss/masked_ce.py, MaskedCro
 WRITTEN_EARLY = "NeMo AutoModel 36044ad3, components/loss/te_parallel_ce.py, CrossEntropyFunction"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
-
-#: Families that cap the logits with ``tanh`` before the loss.
-CAPPED = ("gemma2", "gemma4_text")
 
 LABELS = Tag(Role.LABELS)
 AT_LOSS = Place(At.LOSS)
@@ -476,7 +473,7 @@ def _labels(tape: Tape) -> tuple[Store, Store]:
 
 def _capped(tape: Tape, logits: Value, ending: Ending) -> Value:
     """Return the logits, in some families capped with ``tanh``, whose result autograd saves."""
-    if ending.family not in CAPPED:
+    if not traits_of(ending.family).caps_logits:
         return logits
     steps = (
         ("logits, divided", "logits"),

@@ -11,7 +11,8 @@ from functools import partial
 
 from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Kind, Module, Role, Tag
-from zeroplan.spec.adapter import MLP, Quantize
+from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.traits import MLP
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training

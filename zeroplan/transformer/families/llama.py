@@ -1,11 +1,11 @@
-"""Llama, InternLM3, Mistral, Ministral 3, CWM, Qwen2, 3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Jais 2, Granite: blocks and tensors.
+"""Llama, InternLM3, Mistral, Ministral 3, CWM, Qwen2, 3, Seed-OSS, SmolLM3, Hunyuan, Arcee, Jais 2, Granite, HyperCLOVA X: blocks.
 
 ``decoder.py`` has the layer, the attention and the MLP as programs. A trained block saves, in forward order: its input (in
 fp32) and the first norm's result; the input that the q, k and v projections share; queries, keys, values, output and a
 log-sum-exp per row for the attention kernel; the same for the second norm; and the MLP's gate, activated gate, up projection
 and their product. Qwen3 also normalises queries and keys over each head, and saves the inputs of those two norms; Hunyuan does
 so after the rotary positions. Every fourth layer of SmolLM3 has no rotary positions. Granite multiplies each branch's output by
-a constant. Arcee's MLP has no gate, nor has that of Jais 2, whose norms are LayerNorms.
+a constant; HyperCLOVA X normalises that output first. Arcee's MLP has no gate, nor has that of Jais 2, whose norms are LayerNorms.
 Every fourth layer of CWM, from the first on, has no window; nor have the first layers of a Qwen2 or Qwen3 with one. The families
 differ in biases, too.
 """
@@ -13,6 +13,7 @@ differ in biases, too.
 from functools import partial
 
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import (
@@ -32,11 +33,12 @@ from zeroplan.transformer.families.module_names import ATTENTION_MODULES, Names,
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import NormOf, alike, dense, dense_block, head_norms
+from zeroplan.transformer.params_gated import TWO_NORMS, NormOf, alike, dense, dense_block, head_norms
 from zeroplan.transformer.params_modules import layer_norm, linear, rms_norm
 
 LLAMA = "transformers 5.23, models/llama/modeling_llama.py, Llama"
 GRANITE = "transformers 5.23, models/granite/modeling_granite.py, Granite"
+CLOVA = "transformers 5.23, models/hyperclovax/modeling_hyperclovax.py, HyperCLOVAX"
 ARCEE = "transformers 5.23, models/arcee/modeling_arcee.py, Arcee"
 JAIS2 = "transformers 5.23, models/jais2/modeling_jais2.py, Jais2"
 MINISTRAL = "transformers 5.23, models/ministral3/modeling_ministral3.py, Ministral3"
@@ -62,6 +64,9 @@ _LAYER = layer(layer_of(LLAMA, LLAMA_NORM, attention, gated_mlp))
 _HUNYUAN_LAYER = layer(layer_of(LLAMA, LLAMA_NORM, NORMS_LAST.run, gated_mlp))
 _GRANITE_NORM = Norm("cast, then weighted", f"{GRANITE}RMSNorm.forward")
 _GRANITE = layer_of(GRANITE, _GRANITE_NORM, Attention(f"{GRANITE}Attention.forward").run, gated_mlp)
+_CLOVA_NORM = Norm("cast, then weighted", f"{CLOVA}RMSNorm.forward")
+_CLOVA = layer_of(CLOVA, _CLOVA_NORM, Attention(f"{CLOVA}Attention.forward").run, gated_mlp)
+_CLOVA_LAYER = layer(_CLOVA._replace(multiplied=True, after=(Place(At.NORM), Place(At.NORM))))
 _ARCEE_LAYER = layer(layer_of(ARCEE, LLAMA_NORM, attention, ungated_mlp))
 _JAIS_LAYER = layer(layer_of(JAIS2, LAYER_NORM, attention, ungated_mlp))
 
@@ -77,6 +82,10 @@ _MINISTRAL_ATTENTION = Attention(f"{MINISTRAL}Attention.forward", rotated=_rotat
 _MINISTRAL_LAYER = layer(layer_of(MINISTRAL, LLAMA_NORM, _MINISTRAL_ATTENTION.run, gated_mlp))
 
 # --- parameters --------------------------------------------------------------------------------------------------------------
+
+
+def _hyperclovax(model: ModelSpec) -> Layout:
+    return alike(model, dense_block(model, names=(*TWO_NORMS, "post_norm1", "post_norm2")))
 
 
 def _ungated(model: ModelSpec, norm: NormOf = rms_norm) -> Layout:
@@ -147,6 +156,8 @@ MULTIPLIERS = {
         "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
     ),
 }  # fmt: skip
+_GRANITE_KEYS = _LLAMA.plus(harmless=MULTIPLIERS)
+_CLOVA_KEYS = _GRANITE_KEYS._replace(only={"use_post_norm": (True,)})
 
 #: Qwen3's modules of attention, in forward order.
 WITH_NORMS: Names = (
@@ -173,7 +184,10 @@ FAMILIES = {
     ),
     "arcee": Definition(_ARCEE_LAYER, _ungated, _LLAMA._replace(defaults={"max_position_embeddings": 4096}), _UNGATED),
     "jais2": Definition(_JAIS_LAYER, partial(_ungated, norm=layer_norm), _JAIS, _UNGATED),
-    "granite": Definition(
-        layer(_GRANITE._replace(multiplied=True)), dense, _LLAMA.plus(harmless=MULTIPLIERS), around=Around(scales_embeddings=True)
+    "granite": Definition(layer(_GRANITE._replace(multiplied=True)), dense, _GRANITE_KEYS, around=Around(scales_embeddings=True)),
+    "hyperclovax": Definition(
+        _CLOVA_LAYER, _hyperclovax, _CLOVA_KEYS,
+        before_and_after((*ATTENTION_MODULES, "post_norm1"), (*gated_modules("mlp"), "post_norm2")),
+        around=Around(scales_embeddings=True),
     ),
 }  # fmt: skip

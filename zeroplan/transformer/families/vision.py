@@ -9,9 +9,9 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import Activation
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
+from zeroplan.spec.traits import Activation
 from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import mllama

@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
-from zeroplan.spec.adapter import TO_ALL_LAYERS
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, TO_ALL_LAYERS, WITHOUT_SDPA, is_global
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
 from zeroplan.transformer.blocks import Compute
