@@ -199,6 +199,7 @@ def _biases(draw: Random, family: str) -> dict[str, bool]:
     free = "attention_bias" not in fixed and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
     mlp = family in (*PLAIN_HEADS, "starcoder2") or ("mlp_bias" not in fixed and draw.randint(0, 3) == 0)
+    attention = mlp if family == "internlm3" else attention  # one key has both
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 
