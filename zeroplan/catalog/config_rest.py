@@ -24,7 +24,8 @@ from zeroplan.spec.family import (
     is_global,
 )
 from zeroplan.spec.traits import SAVES_ITS_INPUT, Activation
-from zeroplan.transformer.families.definition import ConfigKeys, definition_of
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.keys import ConfigKeys
 
 Config = Mapping[str, object]
 _FIELDS = (

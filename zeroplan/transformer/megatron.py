@@ -51,7 +51,7 @@ _VIEWED = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp/megatro
 BY_THE_WAY = "highest point of a layer, beyond what it keeps"
 _WEIGHT = "gradient of a weight, before it is added to the main gradients (--no-gradient-accumulation-fusion)"
 
-Places = tuple[int, ...]
+Stores = tuple[Store, ...]
 
 
 class Symbolic(NamedTuple):
@@ -75,12 +75,6 @@ class Cost(NamedTuple):
     """All of its tensors at the peak of its backward."""
     after_experts: tuple[Line, ...] = ()
     """The same from the router's backward on; nothing without experts."""
-
-
-class _Moment(NamedTuple):
-    stores: Places
-    weights: tuple[Size, ...]
-    """Gradients of weights that are being made. [elements]"""
 
 
 class _Again(NamedTuple):
@@ -123,11 +117,12 @@ _MADE_AGAIN: dict[str, tuple[_Again, ...]] = {
 
 
 class _Plan(NamedTuple):
-    stores: tuple[Store, ...]
-    kept: Places
-    statistics: Places
-    forward: tuple[_Moment, ...]
-    backward: tuple[_Moment, ...]
+    stores: Stores
+    """All tensors, each once."""
+    kept: Stores
+    statistics: Stores
+    forward: tuple[Alive, ...]
+    backward: tuple[Alive, ...]
     after_experts: int
     """The index of the first moment after the experts' backward; the number of moments without experts."""
 
@@ -200,16 +195,6 @@ def norms_heads(job: Job) -> bool:
 # --- the memory of a layer --------------------------------------------------------------------------------------------------
 
 
-def layer_lines(job: Job, kind: str) -> tuple[Line, ...]:
-    """Return the activations that one layer of ``kind`` keeps from forward to backward, without statistics. [bytes]
-
-    Full recomputation keeps the layer's input, which sequence parallelism splits.
-    """
-    if job.recipe.recompute == "full":
-        return (_given(job),)
-    return cost_of(job, kind).kept
-
-
 def _given(job: Job) -> Line:
     formula = own_part_formula("T·(e·h)", job.recipe)
     return Line(Kind.ACTIVATIONS, own_part(hidden_bytes(job), job), "input of the layer", formula, f"{_TABLE_2}, last row")
@@ -248,7 +233,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(job: Job, kinds: tuple[str, ...], *, received: bool = False) -> Layers:
-    """Return the memory of layers of some kinds; kept activations as in :func:`layer_lines`.
+    """Return the memory of layers of some kinds. Full recomputation keeps a layer's input, which sequence parallelism splits.
 
     ``received``: the gradient of a stage's output comes from another rank, and stays until the stage's backward ends.
     """
@@ -541,23 +526,21 @@ def _symbols_of_experts(job: Job, own: Int) -> tuple[Symbolic, ...]:
 def _plan(structure: Structure) -> _Plan:
     """Run a layer's program."""
     tape, given, output = program.run(structure)
-    index: dict[Store, int] = {}
-    saved = _places(index, tuple(tape.saved))
-    forward = _moments(index, tape.moments)
+    saved, forward = tuple(tape.saved), tuple(tape.moments)
     tape.release(given, *(() if structure.rerun else (output,)))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
     incoming.holds += structure.received or structure.rerun
     first = [one._replace(stores=(*one.stores, incoming)) for one in tape.moments] if structure.rerun else []
     tape.run_backward(output, incoming)
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
-    backward = _moments(index, [*first, *_once_made_again(tape.moments, again)])
-    stores = tuple(index)
+    backward = (*first, *_once_made_again(tape.moments, again))
+    stores = tuple(dict.fromkeys((*saved, *(store for one in (*forward, *backward) for store in one.stores))))
     for store in stores:
         store.size = program.own_size(store, structure)
-    kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
-    statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
+    kept = tuple([store for store in saved if not any(store.reason.startswith(one.tensors) for one in again)])
+    statistics = tuple([store for store in kept if store.tag == STATISTICS])
     after = next((at for at, moment in enumerate(tape.moments, len(first)) if moment.name == "router"), len(backward))
-    return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward, after)
+    return _Plan(stores, tuple([store for store in kept if store not in statistics]), statistics, forward, backward, after)
 
 
 def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
@@ -572,14 +555,6 @@ def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
     return moments
 
 
-def _places(index: dict[Store, int], stores: tuple[Store, ...]) -> Places:
-    return tuple([index.setdefault(store, len(index)) for store in stores if store.size.terms])
-
-
-def _moments(index: dict[Store, int], moments: list[Alive]) -> tuple[_Moment, ...]:
-    return tuple([_Moment(_places(index, one.stores), one.current) for one in moments])
-
-
 @lru_cache(maxsize=512)
 def _cost_of(structure: Structure, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
     return _cost(structure, dict(zip(names, numbers, strict=True)), fused=fused)
@@ -592,20 +567,17 @@ def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     def number(size: Size) -> Int:
         return size.value(values)
 
-    numbers = [number(store.size) for store in plan.stores]
-    lines = [
-        Line(store.kind, n_bytes, store.reason, store.size.text, store.source)
-        for store, n_bytes in zip(plan.stores, numbers, strict=True)
-    ]
+    numbers = {one: number(one.size) for one in plan.stores}
+    lines = {one: Line(one.kind, n_bytes, one.reason, one.size.text, one.source) for one, n_bytes in numbers.items()}
 
-    def total(places: Places) -> Int:
-        n_bytes: Int = sum(map(numbers.__getitem__, places))
+    def total(stores: Stores) -> Int:
+        n_bytes: Int = sum(map(numbers.__getitem__, stores))
         return n_bytes
 
-    def of(places: Places) -> tuple[Line, ...]:
-        return tuple([lines[place] for place in places if not (isinstance(numbers[place], int) and not numbers[place])])
+    def of(stores: Stores) -> tuple[Line, ...]:
+        return tuple([lines[one] for one in stores if not (isinstance(numbers[one], int) and not numbers[one])])
 
-    made = [0 if fused else values["e"] * sum(map(number, one.weights)) for one in plan.backward]
+    made = [0 if fused else values["e"] * sum(map(number, one.current)) for one in plan.backward]
     totals = [total(one.stores) + weights for one, weights in zip(plan.backward, made, strict=True)]
     kept = total((*plan.kept, *plan.statistics))
     beyond = maximum(*(total(one.stores) for one in plan.forward)) - kept
@@ -616,13 +588,13 @@ def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     return Cost(of(plan.kept), of(plan.statistics), forward, _at_highest(plan, totals, made, of), later)
 
 
-def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]) -> tuple[Line, ...]:
+def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Stores], tuple[Line, ...]]) -> tuple[Line, ...]:
     """Return the lines of a backward's peak; one line of its size if sizes are columns, whose peaks differ."""
     if not all(isinstance(total, int) for total in totals):
         return (Line(Kind.ACTIVATIONS, maximum(*totals), BY_THE_WAY, source=program.LAYER),)
     at = totals.index(max(totals))
     moment = plan.backward[at]
-    weights = tuple([Line(Kind.TEMPORARY, made[at], _WEIGHT, _formula(moment.weights), _ADDED)] if made[at] else [])
+    weights = tuple([Line(Kind.TEMPORARY, made[at], _WEIGHT, _formula(moment.current), _ADDED)] if made[at] else [])
     return (*of(moment.stores), *weights)
 
 

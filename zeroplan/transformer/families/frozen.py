@@ -291,7 +291,7 @@ def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, 
 
 
 def _cloned(tape: Tape, value: Value, name: str) -> Value:
-    made = op.run(tape, value, f"output of the {name}, copied", Site(f"{name}: copy", CLONE))
+    made = op.run(tape, value, f"output of the {name}, copied", CLONE)
     tape.release(value)
     return made
 

@@ -53,7 +53,7 @@ def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
     whole = context
     if block.attention != "flash":
-        whole = op.joined(tape, (context,), "attention of all images", T * c, Site("attention of all images", _ATTENTION))
+        whole = op.joined(tape, (context,), "attention of all images", T * c, _ATTENTION)
     made = op.linear(tape, whole, h, Site("output projection", _ATTENTION, Module.O), reads=c, bias=True)
     tape.release(joint, *parts, query, key, *dict.fromkeys((context, whole)))
     return Attended(made)
