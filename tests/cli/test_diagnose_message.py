@@ -31,7 +31,7 @@ def test_with_a_job_the_answer_names_the_request_its_moment_and_changes(run: Run
     code, out, err = run("diagnose", str(path), *job_flags)
     assert (code, err) == (0, "")
     assert "The request: gradient of the fp32 logits (logits and loss), 3.91 GiB" in out
-    assert "made in the backward, final norm, head and loss of the first step" in out
+    assert "when: in the backward of the first step, final norm, head and loss" in out
     assert "--recompute selective: recompute selectively" in out
     another = run("diagnose", str(path), *job_flags[:-1], "4096")[1]
     assert "No request of this job needs 3.91 GiB from the driver" in another

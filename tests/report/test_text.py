@@ -72,7 +72,7 @@ def test_a_note_is_shown_or_counted():
     shown = estimate_text(answer, ("one", "two"))
     assert "Note: one\nNote: two" in shown
     long = estimate_text(answer, ("one", "a note " * 200))
-    assert "Note: one\n2 more notes, and every collective: add -v." in long
+    assert "Note: one\n-v adds 2 more notes and every collective." in long
     assert "a note a note" in estimate_text(answer, ("one", "a note " * 200), verbose=True)
 
 

@@ -1072,7 +1072,7 @@ of("ledger-rest").addEventListener("click", () => { state.unfolded = !state.unfo
 
 function sent(communication, mesh) {
   const split = mesh.tp * mesh.cp * mesh.pp > 1; // such ranks also send activations, which DDP does not
-  const beside = split ? "" : `: ${communication.relative_to_ddp.toFixed(2)}x DDP's elements, ${communication.relative_bytes_to_ddp.toFixed(2)}x its bytes`;
+  const beside = split ? "" : `: ${communication.relative_bytes_to_ddp.toFixed(2)}x the bytes of DDP, ${communication.relative_to_ddp.toFixed(2)}x its elements`;
   of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}${beside}` : "Nothing is sent: there is one rank.";
   const body = communication.collectives.map((one) => node("tr", {}, node("td", {}, one.operation), number(one.calls.toLocaleString("en")), number(gib(one.sent_bytes)), number(gb(one.sent_bytes)), node("td", {}, `${one.what}, ${one.when}`)));
   of("sent").replaceChildren(...(body.length ? [heading(["collective", "calls", "GiB", "GB", "of what, when"], [1, 2, 3]), node("tbody", {}, ...body)] : []));
