@@ -126,5 +126,4 @@ def _of_a_failure(failure: Failure, found: Diagnosis) -> str:
         idle = f"{format_size(failure.idle_bytes)} were reserved and free, but no single piece was large enough"
         way_out = "Segments were expandable already" if found.replayed is None else f"Set {EXPANDABLE}, which joins the pieces"
         return f"{idle}. {way_out}."
-    more = format_size(max(0, lacking - failure.idle_bytes))
-    return f"{more} more were needed, even if the request could use all reserved memory that was free."
+    return f"{format_size(max(0, lacking - failure.idle_bytes))} more were needed, beyond all reserved memory that was free."

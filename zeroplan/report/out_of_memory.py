@@ -152,7 +152,7 @@ def _judged(message: Message, found: Found) -> Iterator[str]:
 def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
     """Yield the jobs that agree with the message instead of the described one."""
     if others:
-        yield "With one of these settings the job would fail as the message says. Did the run have one of them?"
+        yield "With one of these settings the job would fail about as the message says. Did the run have one of them?"
         for one in others:
             yield f"  {one.flags}: {_size(one.found.live_bytes)} in tensors before {one.found.reason}"
 

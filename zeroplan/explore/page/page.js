@@ -336,7 +336,7 @@ async function longest() {
 function lengthsWords({ fits, tightly, most }) {
   const tokens = (count) => `${count.toLocaleString("en")} tokens`;
   if (!tightly) return "No length fits.";
-  if (fits === most) return `All ${tokens(most)} of the model fit.`;
+  if (fits === most) return `All ${tokens(most)} that the model can read fit.`;
   return fits ? `Up to ${tokens(fits)} fit${tightly > fits ? `; tightly, up to ${tightly.toLocaleString("en")}` : ""}.` : `Up to ${tokens(tightly)} fit, tightly.`;
 }
 
@@ -396,13 +396,13 @@ function searching(now) {
   return of("p-find").getAttribute("aria-disabled") === "true";
 }
 
-/** Say why there is no answer where the verdict stood, and that what still stands below is the last one. */
+/** Show why there is no answer instead of the verdict, and for which job the figures below are. */
 function refuse(why) {
   of("error").textContent = worded(why);
   of("error").hidden = false;
   main.classList.remove("waiting");
   main.classList.add("stale");
-  of("headline").textContent = state.told ? `No answer. The figures below are the last: ${state.told.headline}` : "";
+  of("headline").textContent = state.told ? `No answer for these settings. The figures below are for: ${state.told.headline}` : "";
   judge("", null);
   showChanges([]);
   busy(false);
