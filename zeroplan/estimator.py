@@ -135,7 +135,7 @@ class Estimate:
     def trained_parameters(self) -> int:
         """Parameters that get gradients: all of them, or those of the adapters."""
         if self.job.recipe.engine == "megatron" and self.job.model.adapter is not None:
-            from zeroplan.engines.megatron.adapters import trained_count as of_megatron  # noqa: PLC0415  few jobs have it
+            from zeroplan.engines.megatron.parameters import trained_count as of_megatron  # noqa: PLC0415  few jobs have it
 
             return of_megatron(self.job)
         return trained_count(self.job.model)

@@ -28,7 +28,7 @@ from zeroplan.engines.published_optimizers import (
 )
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, maximum, where
+from zeroplan.numeric import Int, added_up, maximum, weighted, where
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.parameters import Layout
 
@@ -333,10 +333,8 @@ def _held_lines(
     one: Needs, states: tuple[Held, ...], tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
 ) -> Iterator[Line]:
     for held in states:
-        units: Int = 0
         count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
-        for tensor in tensors:
-            units = units + tensor.repeat * count(tensor)
+        units = weighted([tensor.repeat for tensor in tensors], map(count, tensors))
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
         yield sized(Kind.OPTIMIZER_STATE, width, units, held.what, one.source, named)
@@ -382,17 +380,11 @@ def step_temporary_lines(
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
     """Return the elements of all tensors together."""
-    total: Int = 0
-    for tensor in tensors:
-        total = total + tensor.repeat * tensor.numel
-    return total
+    return added_up(tensor.repeat * tensor.numel for tensor in tensors)
 
 
 def _updated(tensors: Sequence[LocalTensor]) -> Int:
-    count: Int = 0
-    for tensor in tensors:
-        count = count + (where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat)
-    return count
+    return added_up(where(one.numel > 0, one.repeat, 0) if one.may_be_empty else one.repeat for one in tensors)
 
 
 def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:

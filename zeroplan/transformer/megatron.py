@@ -143,6 +143,16 @@ def element_of(recipe: RecipeSpec) -> int:
     return 4 if recipe.precision == "fp32" else 2
 
 
+def tokens_of(job: Job) -> Int:
+    """Return the tokens of a micro-batch on one context-parallel rank."""
+    return ceil_div(job.batch.micro_batch_size * job.batch.seq_len, job.mesh.cp)
+
+
+def hidden_bytes(job: Job) -> Int:
+    """Return the size of a micro-batch's hidden states on all ranks together. [bytes]"""
+    return element_of(job.recipe) * job.batch.micro_batch_size * job.batch.seq_len * job.model.hidden_size
+
+
 def own_part(whole: Int, job: Job) -> Int:
     """Return a rank's share between matrices. Context-parallel ranks split the whole; with sequence parallelism all ranks do."""
     mesh = job.mesh
@@ -203,10 +213,8 @@ def layer_lines(job: Job, kind: str) -> tuple[Line, ...]:
 
 
 def _given(job: Job) -> Line:
-    n_bytes = own_part(element_of(job.recipe) * job.model.hidden_size * job.batch.micro_batch_size * job.batch.seq_len, job)
-    return Line(
-        Kind.ACTIVATIONS, n_bytes, "input of the layer", own_part_formula("T·(e·h)", job.recipe), f"{_TABLE_2}, last row"
-    )
+    formula = own_part_formula("T·(e·h)", job.recipe)
+    return Line(Kind.ACTIVATIONS, own_part(hidden_bytes(job), job), "input of the layer", formula, f"{_TABLE_2}, last row")
 
 
 def _masks_kept(job: Job) -> tuple[Line, ...]:

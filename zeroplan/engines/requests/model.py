@@ -2,8 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Iterator
 
-from zeroplan.engines.block_runs import recompute_of
-from zeroplan.engines.outside import outside
+from zeroplan.engines.outside import outside, recompute_of
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.requests.log import Log, Part
 from zeroplan.ledger import Among, Kind, Phase, Role

@@ -6,10 +6,10 @@ Source: torch 2.13, torch/distributed/pipelining/schedules.py.
 from collections.abc import Hashable
 from typing import Any
 
-from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.fsdp2.groups import ParamGroup
 from zeroplan.engines.fsdp2.runtime import Unit
 from zeroplan.engines.optimizers import LocalTensor, implementation_of
+from zeroplan.engines.outside import recompute_of
 from zeroplan.engines.pipeline import arranged, cut_lines, received_lines
 from zeroplan.engines.pipeline.lines import whole_embedding
 from zeroplan.engines.pipeline.schedule import Passes
