@@ -13,9 +13,10 @@ from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, OwnModules, Read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
+from zeroplan.spec.pipeline import TORCHS_NAMES
 
-#: Published models by torchtitan's module and flavour.
-_MODELS = {
+#: Published models by torchtitan's module and flavour (0.3, models/<module>/config_registry.py).
+MODELS = {
     ("llama3", "8B"): "llama-3.1-8b", ("llama3", "70B"): "llama-3.1-70b", ("llama3", "405B"): "llama-3.1-405b",
     ("qwen3", "0.6B"): "qwen3-0.6b", ("qwen3", "1.7B"): "qwen3-1.7b", ("qwen3", "4B"): "qwen3-4b", ("qwen3", "8B"): "qwen3-8b",
     ("qwen3", "14B"): "qwen3-14b", ("qwen3", "32B"): "qwen3-32b", ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
@@ -35,11 +36,7 @@ _OWN_MODULES = "torchtitan's own modules are counted as transformers' are, which
 _TABLES = ("training", "parallelism", "model", "model_spec", "optimizer", "compile")
 #: Default of ``training.local_batch_size``.
 _DEFAULT_BATCH = 8
-#: Schedules by torch's names (torch.distributed.pipelining) in lower case.
-_SCHEDULES = {
-    "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved-1f1b", "zbvzerobubble": "zbv",
-    "interleavedzerobubble": "interleaved-zero-bubble",
-}  # fmt: skip
+_SCHEDULES = {theirs.lower(): ours for ours, theirs in TORCHS_NAMES.items()}
 #: Keys that set the layers of pipeline stages by hand, and the values that leave the default cut.
 _CUT: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_layers_per_stage": (), "module_fqns_per_model_part": (), "pipeline_parallel_split_points": (),
@@ -294,7 +291,7 @@ def _loss(reading: _Reading) -> None:
 def _model(reading: _Reading) -> None:
     spec, model = reading.tables["model_spec"], reading.tables["model"]
     name, flavor = (spec.text(key) or model.text(key) for key in ("name", "flavor"))
-    found = _MODELS.get((name or "", flavor or ""))
+    found = MODELS.get((name or "", flavor or ""))
     if found is not None:
         reading.set("model", f"model {name} {flavor}", found)
     elif name is not None or flavor is not None:
