@@ -10,10 +10,14 @@ from pathlib import Path
 
 
 @cache
+def elsewhere() -> dict[str, str]:
+    """Return the names in other programs, separated by blanks, of each of zeroplan's (``synonyms.toml``)."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+@cache
 def _ours() -> dict[str, str]:
-    """Return zeroplan's names by those of other programs (``synonyms.toml``)."""
-    elsewhere = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {theirs: ours for ours, names in elsewhere.items() for theirs in names.split()}
+    return {theirs: ours for ours, names in elsewhere().items() for theirs in names.split()}
 
 
 def ours_for(name: str) -> str:
