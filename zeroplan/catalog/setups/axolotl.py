@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.settings import LIGER, Reading, Setting, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import LIGER, Reading, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError

@@ -7,17 +7,8 @@ LLaMA-Factory's version 1 has its own trainer and keys.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.settings import (
-    LIGER,
-    ULYSSES,
-    Reading,
-    Setting,
-    Setup,
-    Table,
-    TranslatedTable,
-    known_keys,
-    number_of,
-)
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, Reading, Table, TranslatedTable, known_keys, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.trainer import arguments_read, set_dora
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import OF_LINEAR

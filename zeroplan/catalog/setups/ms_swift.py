@@ -11,7 +11,8 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.setup import Setup
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError

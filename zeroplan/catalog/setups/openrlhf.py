@@ -7,7 +7,8 @@ OpenRLHF's defaults for keys left out. For PPO, the job is the actor's update. O
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.settings import FILLED, DeepSpeedPart, FlatTable, Reading, Setup, Table
+from zeroplan.catalog.setups.settings import FILLED, FlatTable, Reading, Table
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setup
 
 #: Today's name of each key of releases before 0.10.
 _OLDER = {
