@@ -20,7 +20,7 @@ from zeroplan.engines.megatron.loss import (
 from zeroplan.engines.megatron.made_gradients import made_lines
 from zeroplan.engines.megatron.muon import muon_step
 from zeroplan.engines.megatron.on_host import copied_back
-from zeroplan.engines.megatron.parameters import table_of
+from zeroplan.engines.megatron.parameters import has_tied_head, table_of
 from zeroplan.engines.megatron.rank import Rank, kinds_backward
 from zeroplan.engines.megatron.sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding, sharding_of
 from zeroplan.engines.megatron.states import step_lines
@@ -153,7 +153,7 @@ def _backward_of_shards(step: Step, sharding: Sharding) -> Iterator[Moment]:
     order, together = kinds_backward(rank, job), layers_of_a_checkpoint(recipe)
     around = *step.in_backward, *step.graphs["backward"], *step.made("end")
     again = "" if recipe.recompute == "none" else ", recomputed"
-    for behind in sharding.backwards(lasts_of(rank, job)):
+    for behind in sharding.backwards(lasts_of(rank, job), together):
         kind = order[behind]
         over = tuple(ceil_div(order[: behind + 1].count(run.kind), together) for run in runs_of(job))
         cost = step.layers.kinds[kind].cost
@@ -248,7 +248,7 @@ def _beside_it(cost: Cost, kind: str, job: Job) -> Iterator[Line]:
 
 def _waiting(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the head's gradient of a tied table, which stays until the embedding's gradient is added. [bytes]"""
-    tied = job.model.tie_word_embeddings and not is_frozen(job.model, "head")
+    tied = has_tied_head(job) and not is_frozen(job.model, "head")
     if rank.has_head and rank.at == 0 and tied and not keeps_placeholders(job.recipe):
         reason = "gradient of the tied table by the head, which waits for the embedding's"
         yield Line(Kind.TEMPORARY, element_of(job.recipe) * table_of(job), reason, "e·ceil(V_p·h/p)", HEAD)
