@@ -9,7 +9,7 @@ import pytest
 from tests.formulas import assert_explained
 from tests.workflow.watched import Watch
 from zeroplan import estimate
-from zeroplan.engines.megatron.last_tokens import kept_of_last_tokens, last_tokens_backward
+from zeroplan.engines.megatron.loss import kept_of_last_tokens, last_tokens_backward
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, total_bytes
 from zeroplan.resolve import job

@@ -13,8 +13,8 @@ from tests.engines.test_megatron import JOBS
 from tests.measured import megatron_golden
 from zeroplan import estimate, job
 from zeroplan.engines.megatron import account
+from zeroplan.engines.megatron.muon import dealt_out, matrices_of, others_of, placed
 from zeroplan.engines.megatron.rank import rank_of
-from zeroplan.engines.megatron.whole_matrices import dealt_out, matrices_of, others_of, placed
 from zeroplan.ledger import Kind
 
 #: Qwen3 8B's matrices of a layer, and GPT-2 XL's with one more of an odd size.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan import Kind, MegatronOptions, RecipeSpec, estimate
-from zeroplan.engines.megatron.schedule import Stage, left_of
+from zeroplan.engines.megatron.leftover import Stage, left_of
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec

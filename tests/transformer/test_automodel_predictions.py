@@ -12,8 +12,8 @@ import pytest
 
 from tests.formulas import assert_explained
 from tests.transformer.automodel_predictions import EXPERTS, SHAPE, SHARED, Run, run_predictions
-from zeroplan.engines.block_runs import recompute_of
 from zeroplan.engines.fsdp2 import account
+from zeroplan.engines.outside import recompute_of
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zeroplan.engines.device_figures import band_of, of_gpu, sources
 from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Band, Kind, Line
-from zeroplan.numeric import Int, maximum, where
+from zeroplan.numeric import Int, added_up, maximum, where
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import Mesh, MeshSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -142,10 +142,8 @@ def communicators(mesh: Mesh) -> Int:
     2
     """
     same_experts = where(mesh.ep > 1, mesh.dp_shard * mesh.cp * mesh.tp // mesh.ep, 1)
-    groups: Int = 0
-    for degree in (mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep, same_experts):
-        groups = groups + where(degree > 1, 1, 0)
-    return groups
+    degrees = mesh.dp_shard, mesh.dp_replicate, mesh.tp, mesh.cp, mesh.pp, mesh.ep, same_experts
+    return added_up(where(degree > 1, 1, 0) for degree in degrees)
 
 
 @cache

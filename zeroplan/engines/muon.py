@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from zeroplan.engines.dtensor import Event, Held, Matrix, Placement, Tape
-from zeroplan.numeric import Int, for_each_row, maximum
+from zeroplan.numeric import Int, added_up, for_each_row, maximum
 
 if TYPE_CHECKING:
     from zeroplan.engines.optimizers import LocalTensor
@@ -27,9 +27,7 @@ def updated_by_muon(tensor: "LocalTensor") -> bool:
 
 def highest_of(tensors: Sequence["LocalTensor"], width: int) -> Int:
     """Return the larger of Muon's step on one matrix and AdamW's foreach step on all other tensors. [bytes]"""
-    others: Int = 0
-    for tensor in tensors:
-        others = others + tensor.repeat * tensor.numel * (not updated_by_muon(tensor))
+    others = added_up(tensor.repeat * tensor.numel for tensor in tensors if not updated_by_muon(tensor))
     return maximum(width * others, *(for_ranks(tensor, width, highest) for tensor in filter(updated_by_muon, tensors)))
 
 

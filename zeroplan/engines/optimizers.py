@@ -16,6 +16,7 @@ from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.engines.published_optimizers import (
+    COUNTS,
     DENOMINATORS,
     PUBLISHED,
     TORCH,
@@ -28,7 +29,7 @@ from zeroplan.engines.published_optimizers import (
 )
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, maximum, where
+from zeroplan.numeric import Int, added_up, maximum, weighted, where
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.parameters import Layout
 
@@ -155,34 +156,6 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
 #: Optimizers whose fused kernel keeps its step counters on the GPU.
 _STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
 
-#: Meaning of this module's counts, if the caller passes no symbol. A line is a width times one of these.
-_COUNTS: dict[str, str] = {
-    "U": "elements of the tensors that this rank updates",
-    "U_n": "tensors that this rank updates",
-    "U_q": "elements of the tensors whose states are quantised",
-    "U_s": "elements of the tensors whose states are not, being too small or no whole number of blocks",
-    "U_256": "blocks of 256 elements in the tensors whose states are quantised",
-    "U_32": "blocks of 32 elements in the tensors whose states are quantised",
-    "U_128": "blocks of 128 elements in the tensors whose states are quantised",
-    "U_h": "elements of 16-bit weights that the optimizer corrects",
-    "U_k": "tensors whose states are quantised",
-    "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
-    "U_p": "elements of the tensors whose states are in managed memory or on the host",
-    "U_w": "rows of the matrices and elements of the vectors that this rank updates",
-    "U_r": "elements of one projected moment of all matrices",
-    "U_j": "elements of the projections of all matrices",
-    "U_g": "elements of the squares of the sides that SOAP preconditions",
-    "U_y": "elements of the triangles of the sides that Shampoo preconditions",
-    "U_x": "of them, those of every different side",
-    "U_b": "bytes of the all-gather's buffer",
-    "U_f": "rows and columns of the matrices that this rank updates",
-    "U_v": "elements of the vectors that this rank updates",
-    "U_m": "elements of the matrices that Muon updates",
-    "U_o": "elements of the tensors that AdamW updates beside Muon",
-    "U_t": "elements of the temporaries of one step at their highest point",
-    "U_z": "bytes of the temporaries of one step at their highest point",
-}
-
 
 def counted(*lines: Line) -> tuple[Symbol, ...]:
     """Return the symbols in the formulas of these lines, with their values.
@@ -193,8 +166,8 @@ def counted(*lines: Line) -> tuple[Symbol, ...]:
     symbols: dict[str, Symbol] = {}
     for line in lines:
         width, _, name = line.formula.partition("·")
-        if name in _COUNTS and name not in symbols:
-            symbols[name] = Symbol(name, line.n_bytes // int(width), _COUNTS[name])
+        if name in COUNTS and name not in symbols:
+            symbols[name] = Symbol(name, line.n_bytes // int(width), COUNTS[name])
     return tuple(symbols.values())
 
 
@@ -333,10 +306,8 @@ def _held_lines(
     one: Needs, states: tuple[Held, ...], tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
 ) -> Iterator[Line]:
     for held in states:
-        units: Int = 0
         count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
-        for tensor in tensors:
-            units = units + tensor.repeat * count(tensor)
+        units = weighted([tensor.repeat for tensor in tensors], map(count, tensors))
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
         yield sized(Kind.OPTIMIZER_STATE, width, units, held.what, one.source, named)
@@ -382,17 +353,11 @@ def step_temporary_lines(
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
     """Return the elements of all tensors together."""
-    total: Int = 0
-    for tensor in tensors:
-        total = total + tensor.repeat * tensor.numel
-    return total
+    return added_up(tensor.repeat * tensor.numel for tensor in tensors)
 
 
 def _updated(tensors: Sequence[LocalTensor]) -> Int:
-    count: Int = 0
-    for tensor in tensors:
-        count = count + (where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat)
-    return count
+    return added_up(where(one.numel > 0, one.repeat, 0) if one.may_be_empty else one.repeat for one in tensors)
 
 
 def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:

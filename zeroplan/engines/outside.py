@@ -1,15 +1,17 @@
-"""The memory outside the blocks under a recipe. It is the same for every engine."""
+"""The memory of one block, and of all outside the blocks, under a recipe. It is the same for every engine."""
 
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.precisions import compute_of
 from zeroplan.ledger import Kind, Line
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
-from zeroplan.spec.recipe import ROUNDING, RecipeSpec
-from zeroplan.transformer.blocks import HeadPass
+from zeroplan.spec.recipe import ROUNDING, RecipeSpec, Recompute
+from zeroplan.transformer.activations import block_pass
+from zeroplan.transformer.blocks import BlockPass, Compute, HeadPass
 from zeroplan.transformer.buffers import held_buffers
 from zeroplan.transformer.families.widths import widths
 from zeroplan.transformer.head import head_pass
+from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import pixels
 
@@ -69,3 +71,16 @@ def held_beside(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> tuple[Lin
     from zeroplan.transformer.families.fake_quantised import scales_kept  # noqa: PLC0415  few jobs have it
 
     return (*images, *scales_kept(model, batch, names[0]))
+
+
+def recompute_of(run: BlockRun, compute: Compute) -> Recompute:
+    """Return how the backward recomputes the blocks of a run."""
+    return "none" if run.plain else compute.recompute
+
+
+def run_pass(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> BlockPass:
+    """Return one block of a run in one forward and backward pass."""
+    if run.plain:
+        compute = compute._replace(recompute="none")
+    recomputed = compute.recompute == "full"  # full recomputation stops at the last saved tensor, selective runs to the end
+    return block_pass(model, run.kind, compute, batch, recomputed=recomputed)

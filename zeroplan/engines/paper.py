@@ -15,7 +15,7 @@ from zeroplan.engines.outside import outside
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.engines.sources import KEPT
 from zeroplan.ledger import Collective, Kind, Line, Moment, Phase, total_bytes
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Int, ceil_div, weighted, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -122,9 +122,7 @@ def _last_of_each_kind(model: ModelSpec) -> tuple[tuple[int, tuple[int, ...]], .
 def _activations(recipe: RecipeSpec, kept: tuple[tuple[BlockRun, Lines], ...], layers: tuple[int, ...] | None = None) -> Line:
     """Return the activations that this many blocks of each run keep; by default all blocks."""
     layers = layers or tuple(run.layers for run, _ in kept)
-    n_bytes: Int = 0
-    for count, (_, lines) in zip(layers, kept, strict=True):
-        n_bytes = n_bytes + count * total_bytes(lines)
+    n_bytes = weighted(layers, [total_bytes(lines) for _, lines in kept])
     formula, tag = kept_by(layers, tuple(run.kind for run, _ in kept))
     source = KORTHIKANTI if recipe.activation_model == "megatron" else KEPT[recipe.recompute]
     return Line(Kind.ACTIVATIONS, n_bytes, "tensors that the blocks keep from forward to backward", formula, source, tag)

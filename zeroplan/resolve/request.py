@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.resolve.options import (
@@ -196,12 +196,7 @@ class Request(Spec):
         control=Control("Precision", OF_RECIPE, "bf16-mixed"),
     )})
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
-        "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
-        "lion-32bit, ademamix-8bit, ademamix-32bit, rmsprop-8bit, rmsprop-32bit and, with paged- before them, adamw, lion and "
-        "ademamix in both widths; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; schedule-free-adamw or -sgd; stable-adamw; "
-        "flash-adamw or flash-adamw-32bit; adam-mini, apollo, galore, soap, shampoo, shampoo-1024, grokadamw, lomo, "
-        "adalomo or dion-muon; Transformer Engine's te-adam, te-adam-remainders or te-adam-masters. (default: adamw)",
-        RECIPE, "NAME",
+        f"One of {', '.join(get_args(Optimizer))}. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
     optimizer_impl: OptimizerImpl | None = field(default=None, metadata={"option": Option(

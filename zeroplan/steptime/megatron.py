@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.megatron.chunks import chunks_per_rank, ranks_in_question, runs_of
-from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, padded_vocabulary
+from zeroplan.engines.megatron.parameters import BY_ROWS, bytes_of, is_expert, is_split, padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.megatron.states import states_of, step_lines
 from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights, visited
-from zeroplan.engines.megatron.widths import bytes_of
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key

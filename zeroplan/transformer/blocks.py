@@ -219,10 +219,10 @@ class Ahead(NamedTuple):
     ``backward``: in the backward of losses, head and final norm; ``left``: from its blocks' backward to the end.
     """
 
-    beside: tuple[Line, ...]
-    forward: tuple[Line, ...]
-    backward: tuple[Line, ...]
-    left: tuple[Line, ...]
+    beside: tuple[Line, ...] = ()
+    forward: tuple[Line, ...] = ()
+    backward: tuple[Line, ...] = ()
+    left: tuple[Line, ...] = ()
 
 
 class HeadPass(NamedTuple):
@@ -269,7 +269,7 @@ class HeadPass(NamedTuple):
     """These points: complete, beside ``at_embedding``."""
     tower_bytes: Int = 0
     """Bytes of the residual stream in a vision tower's blocks, which run before the text's blocks."""
-    ahead: Ahead | None = None
+    ahead: Ahead = Ahead()
     """What multi-token prediction adds."""
 
     @property

@@ -10,7 +10,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss
 from zeroplan.transformer.activations import block_pass
-from zeroplan.transformer.blocks import Compute, HeadPass
+from zeroplan.transformer.blocks import Ahead, Compute, HeadPass
 from zeroplan.transformer.families.definition import Around, Held, definition_of
 from zeroplan.transformer.families.tags import OF_THE_BATCH, SAVED, TEMPORARY
 from zeroplan.transformer.families.widths import Widths, is_masked, masks_images, values_of, widths
@@ -102,7 +102,7 @@ def _made(
     beside = sum(line.n_bytes for line in (*around.forward, *around.first_input))
     ending = ending_pass(model, compute, question.x, question.values, loss, beside=beside)
     wide = _WIDE if compute.tp == 1 else _WIDE_SHARE
-    ahead = None
+    ahead = Ahead()
     if model.predictions:
         from zeroplan.transformer.predictions import ahead_of  # noqa: PLC0415  few models have them
 

@@ -1,18 +1,10 @@
 """The meaning of the symbols in the formulas of ``zeroplan.transformer``, and their values for one job."""
 
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import (
-    image_states,
-    of_each_layer,
-    of_global_heads,
-    of_linear_attention,
-    ranks,
-    symbols,
-    widths,
-)
+from zeroplan.transformer.families.widths import of_global_heads, values_of, widths
 
 #: Symbols with their meaning, in the order in which reports print them.
 SYMBOLS: dict[str, str] = {
@@ -69,20 +61,9 @@ SYMBOLS: dict[str, str] = {
 
 
 def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
-    """Return the value of every symbol of ``SYMBOLS``. A profile has only the batch's symbols; a dense model has 0 experts."""
+    """Return the value of every symbol of ``SYMBOLS``. A profile has only the batch's symbols; those that a model lacks are 0."""
     x = widths(model, compute, batch)
     if model.profile is not None:
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
-    return {
-        **symbols(x, model.intermediate_size, model.moe),
-        **(dict.fromkeys("uwojLY", 0) if model.mla is None else ranks(model.mla, x.seq_len)),
-        **of_linear_attention(model.linear),
-        "Z": 0 if model.linear is None else ceil_div(x.seq_len, model.linear.chunk_size),
-        "V": model.head_rows or model.vocab_size,
-        "i": compute.prompt_len,
-        "p": tp,
-        **(image_states(model, x) or dict.fromkeys(("T_x", "s_x"), 0)),
-        **dict.fromkeys(("h_l", "w_l", "n_l", "V_l"), 0),
-        **{name: width for name, width in of_each_layer(model).items() if name in SYMBOLS},
-        **of_global_heads(model),
-    }
+    found = {**values_of(model, x), **of_global_heads(model), "i": compute.prompt_len, "p": tp}
+    return {name: found.get(name, 0) for name in SYMBOLS}

@@ -12,9 +12,9 @@ from zeroplan.engines.deepspeed.quantized_gradients import refuse_quantized_grad
 from zeroplan.engines.deepspeed.secondary import refuse_second
 from zeroplan.engines.deepspeed.stage3 import sharded_account
 from zeroplan.engines.deepspeed.stage12 import bf16_optimizer_account, partitioned_account, unpartitioned_account
-from zeroplan.engines.offloaded_activations import with_offloaded_activations
 from zeroplan.engines.optimizers import check_engine, implementation
 from zeroplan.engines.passes import passes
+from zeroplan.engines.pinned import with_offloaded_activations
 from zeroplan.errors import SpecError
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -52,8 +52,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     answer = _answer(recipe)(model, recipe, mesh, batch, impl)
     if not recipe.offload_activations:
         return answer
-    runs = passes(model, recipe, batch).runs
-    return with_offloaded_activations(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in runs))
+    kinds = passes(model, recipe, batch).kinds
+    return with_offloaded_activations(answer, recipe.recompute, ((one.kind, one.block, len(one.blocks)) for one in kinds))
 
 
 def _refuse(recipe: RecipeSpec) -> None:

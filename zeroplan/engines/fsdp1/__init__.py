@@ -17,8 +17,8 @@ from zeroplan.engines.fsdp1.flat import FlatPlan, adapter_units, flat_plan, froz
 from zeroplan.engines.fsdp2 import activations_on_host, in_host_memory, symbols_of
 from zeroplan.engines.fsdp2.groups import Group, on_host
 from zeroplan.engines.fsdp2.traffic import ROOT, of_units
-from zeroplan.engines.offloaded_activations import note
 from zeroplan.engines.optimizers import counted, step_temporary_lines
+from zeroplan.engines.pinned import note
 from zeroplan.ledger import Collective, Line, Role, Tag
 from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.batch import Batch
@@ -115,7 +115,6 @@ def _all_reduce(plan: FlatPlan, unit: Group, calls: Int, what: str) -> Collectiv
 def _of_unit(
     plan: FlatPlan, mesh: Mesh, group: Group, name: str, layers: int, times: tuple[Int, Int, Int], *, is_root: bool = False
 ) -> Iterator[Collective]:
-    forward, backward, reductions = times
-    calls, ranks = (forward * layers, backward * layers, reductions * layers), (plan.n, plan.n)
-    for call in of_units(plan, (group, group), name, calls, ranks=ranks, replicas=mesh.dp_replicate):
-        yield call._replace(is_root=is_root)
+    forward, backward, reductions = (each * layers for each in times)
+    calls, replicas = (forward, backward, reductions), mesh.dp_replicate
+    return of_units(plan, (group, group), name, calls, ranks=plan.n, replicas=replicas, is_root=is_root)

@@ -17,7 +17,7 @@ from zeroplan.engines.pinned import rounding
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, maximum, minimum, weighted
+from zeroplan.numeric import Int, added_up, ceil_div, maximum, minimum, weighted
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -91,10 +91,7 @@ class FlatPlan(Plan):
         units = [(group, layers, width) for group, layers in self._whole_units]
         for run, layers in enumerate(self.every_layer if self.is_partly_frozen else ()):
             units += [(unit, layers, self.width.stored) for unit in adapter_units(self, run)]
-        n_bytes: Int = 0
-        for group, layers, each in units if self.offloaded else ():
-            n_bytes = n_bytes + 2 * layers * rounding(each * group.shard)
-        return n_bytes
+        return added_up(2 * layers * rounding(each * group.shard) for group, layers, each in units if self.offloaded)
 
     @property
     def _whole_units(self) -> tuple[tuple[Group, int], ...]:
@@ -104,11 +101,8 @@ class FlatPlan(Plan):
 
     def unused_gradients(self) -> Line:
         """Return the gradients that FSDP1 allocates in host memory for frozen units, too, and never writes. [bytes]"""
-        shards: Int = 0
-        for group, layers in self._whole_units:
-            shards = shards + layers * group.shard
         reason = "gradients of frozen units, allocated in host memory and not used"
-        n_bytes = self.frozen_width * shards
+        n_bytes = self.frozen_width * added_up(layers * group.shard for group, layers in self._whole_units)
         return sized(Kind.GRADIENTS, 1, n_bytes, reason, _CPU_GRAD)
 
     @property
@@ -201,13 +195,8 @@ def _each(parameters: tuple[Parameter, ...], n: Int, *, whole: bool) -> tuple[Gr
 
 
 def _together(groups: tuple[Group, ...], symbol: str) -> Group:
-    shard: Int = 0
-    for group in groups:
-        shard = shard + group.shard
-    padded: Int = 0
-    for group in groups:
-        padded = padded + group.padded
-    return Group(shard, padded, sum(group.numel for group in groups), symbol)
+    shard, padded = added_up(one.shard for one in groups), added_up(one.padded for one in groups)
+    return Group(shard, padded, sum(one.numel for one in groups), symbol)
 
 
 def frozen_units(plan: FlatPlan) -> tuple[Group, ...]:

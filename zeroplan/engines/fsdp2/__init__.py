@@ -17,9 +17,8 @@ from zeroplan.engines.fsdp2.buffers import smaller_shard
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan, make_plan
 from zeroplan.engines.fsdp2.traffic import collectives
-from zeroplan.engines.offloaded_activations import NOTHING, OffloadedActivations, note, offloaded_activations
 from zeroplan.engines.optimizers import counted, step_temporary_lines, total_elements
-from zeroplan.engines.pinned import beyond, beyond_symbol
+from zeroplan.engines.pinned import NOTHING, OffloadedActivations, beyond, beyond_symbol, note, offloaded_activations
 from zeroplan.engines.published_optimizers import notes_of as notes_of_optimizer
 from zeroplan.ledger import Line
 from zeroplan.numeric import ceil_div

@@ -11,6 +11,7 @@ GATHER = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, 
 COPY_OUT = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, foreach_all_gather_copy_out"
 ALONE = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup.wait_for_unshard"
 CAST = "torch 2.15, torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, FSDPParamGroup._set_unsharded_grad_dtypes"
+EXPERTS = "NeMo AutoModel 36044ad3, components/moe/parallelizer.py, apply_fsdp (experts_reshard_after_forward)"
 POST_FORWARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPParam.to_sharded_post_forward"
 
 _KEPT = {
@@ -120,3 +121,15 @@ def flowing(plan: Plan, reason: str, layer: int | None = None) -> Line:
     if layer is not None and layer < plan.tower_layers:
         return Line(Kind.ACTIVATION_GRADIENTS, plan.head.tower_bytes, reason, "", FLOWING)
     return Line(Kind.ACTIVATION_GRADIENTS, plan.head.hidden_bytes, reason, plan.head.hidden_formula, FLOWING)
+
+
+def experts_ahead(plan: Plan) -> tuple[Line, ...]:
+    """Return the experts of multi-token prediction, which stay gathered; none if all blocks do anyway. [bytes]"""
+    if plan.reshard is False:
+        return ()
+    reason, width = "experts of the predictions, unsharded until their backward", plan.width.compute
+    return tuple(
+        sized(Kind.UNSHARDED_PARAMETERS, run.layers, width * group.experts.padded, reason, EXPERTS, f"{width}·X_{group.symbol}")
+        for run, group in zip(plan.runs, plan.blocks, strict=True)
+        if run.kind.endswith("ahead") and group.experts is not None
+    )  # fmt: skip

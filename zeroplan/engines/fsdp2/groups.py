@@ -9,7 +9,7 @@ from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Bool, Int, ceil_div, weighted, where
+from zeroplan.numeric import Bool, Int, added_up, ceil_div, weighted, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout
@@ -208,24 +208,17 @@ def _is_narrow(rows: int, n: Int, ep: int) -> Bool:
 
 def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> Int:
     """Return this rank's chunks of parameters. [elements]"""
-    elements: Int = 0
-    for one in parameters:
-        elements = elements + chunk(one, 1, n=n, tp=tp, ep=ep, in_block=True).numel
-    return elements
+    return added_up(chunk(one, 1, n=n, tp=tp, ep=ep, in_block=True).numel for one in parameters)
 
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     """Return one unit of these parameters, split into ``n`` ranks' chunks."""
-    shard: Int = 0
-    numel = 0
-    for rows, width in _widths_by_rows(parameters):
-        shard = shard + ceil_div(rows, n) * width
-        numel += rows * width
+    shard = added_up(ceil_div(rows, n) * width for rows, width in _widths_by_rows(parameters))
     sizes = tuple(parameter.numel for parameter in parameters)
     twice = tuple(2 for _ in sizes)
     adapted = tuple(0 if parameter.frozen else 2 for parameter in parameters)
     alone = cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=twice), cast_one_by_one(sizes, fetched=adapted)
-    return Group(shard, shard * n, numel, symbol, *alone)
+    return Group(shard, shard * n, sum(sizes), symbol, *alone)
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """The lines of an FSDP2 step outside the blocks, all gradients, and the end of the backward."""
 
 from zeroplan.engines.formulas import product, sized
-from zeroplan.engines.fsdp2 import buffers, lines, predictions
+from zeroplan.engines.fsdp2 import buffers, lines
 from zeroplan.engines.fsdp2.groups import Ends, Group
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula, sum_of
 from zeroplan.engines.fsdp2.runtime import Runtime
@@ -199,7 +199,7 @@ def not_reduced(plan: Plan) -> tuple[Moment, ...]:
         alive = (*held, *unsharded, blocks, _root_not_reduced(plan), last)
     else:
         alive = (*held, unsharded[0], blocks, _ends_not_reduced(plan, plan.ends), last)
-    return (Moment(name, Phase.BACKWARD, (*alive, *predictions.left(plan))),)
+    return (Moment(name, Phase.BACKWARD, (*alive, *plan.head.ahead.left)),)
 
 
 def _root_not_reduced(plan: Plan) -> Line:

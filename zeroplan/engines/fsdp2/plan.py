@@ -3,16 +3,15 @@
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from zeroplan.engines.block_runs import recompute_of, run_pass
 from zeroplan.engines.formulas import blocks_sum, product
 from zeroplan.engines.fsdp2.groups import Cut, Ends, Group, cut_of, local_tensors, on_host, parameter_lines, shards_of
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, state_lines, step_temporary_lines
-from zeroplan.engines.outside import held_beside, outside
+from zeroplan.engines.outside import held_beside, outside, recompute_of, run_pass
 from zeroplan.engines.pinned import rounding
 from zeroplan.engines.positions import Position, corners, walk
 from zeroplan.engines.precisions import Widths, compute_of, widths
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, maximum, weighted, where
+from zeroplan.numeric import Int, added_up, maximum, weighted, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import PREDICTS, ModelSpec
@@ -135,12 +134,9 @@ class Plan(NamedTuple):
     @property
     def beyond_pinned_bytes(self) -> Int:
         """Size of pinned blocks beyond the parameter shards, each pinned separately; gradients are not pinned. [bytes]"""
-        n_bytes: Int = 0
         tensors = ((self.local_tensors, self.width.stored), (self.frozen_tensors, self.frozen_width))
-        for each, width in tensors if self.offloaded else ():
-            for tensor in each:
-                n_bytes = n_bytes + tensor.repeat * rounding(width * tensor.numel)
-        return n_bytes
+        each = [(one, width) for some, width in tensors for one in some] if self.offloaded else []
+        return added_up(one.repeat * rounding(width * one.numel) for one, width in each)
 
     @property
     def of_torch_2_15(self) -> bool:

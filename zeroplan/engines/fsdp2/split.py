@@ -1,19 +1,22 @@
-"""The traffic among tensor-parallel ranks in a step under FSDP2."""
+"""The traffic among tensor-parallel and among context-parallel ranks in a step under FSDP2."""
 
 from collections.abc import Iterable
 
 from zeroplan.engines.fsdp2.plan import FINAL_NORM, REDUCE, Plan
+from zeroplan.engines.fsdp2.traffic import KEYS
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int, where
-from zeroplan.spec.adapter import ATTENTION, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import TRAITS
-from zeroplan.spec.mesh import Mesh
+from zeroplan.spec.mesh import Mesh, Split
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.traits import ATTENTION
 from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.experts import COMBINE, DISPATCH
+from zeroplan.transformer.families.ring import BACKWARD, FORWARD
 from zeroplan.transformer.families.sharded import GATHER, SCATTER
 from zeroplan.transformer.parameters import Parameter
 
@@ -187,4 +190,34 @@ def _among(
     return Collective(
         operation, what, phase.value, ranks, calls, payload, sent, times * calls * elements, source, near=True, phase=phase,
         among=Among.TENSOR,
+    )  # fmt: skip
+
+
+def exchanged(plan: Plan, batch: Batch, model: ModelSpec, mesh: Split) -> tuple[Collective, ...]:
+    """Return the gathers of keys and values in forward, recomputation and backward, and the fp32 ring of their gradients.
+
+    ``batch`` is one rank's. Each tensor-parallel rank has its heads, and exchanges them with the ranks that have the same
+    heads. A selective recomputation keeps attention's outputs, and gathers nothing.
+    """
+    ranks, heads = int(mesh.cp), model.num_key_value_heads // int(mesh.tp)
+    calls: Int = batch.grad_accum_steps * sum(plan.every_layer)
+    elements = 2 * batch.micro_batch_size * batch.seq_len * heads * model.head_dim
+    twice = sum(run.layers for run in plan.runs if not run.plain) if plan.recipe.recompute == "full" else 0
+    again: Int = calls + batch.grad_accum_steps * twice
+    payload: Int = plan.width.compute * ranks * elements
+    each: Int = payload // ranks * (ranks - 1)
+    round_trip: Int = 4 * elements
+    return (
+        Collective(
+            "all_gather", KEYS, "forward", ranks, calls, payload, calls * each, calls * ranks * elements, FORWARD, near=True,
+            phase=Phase.FORWARD, among=Among.SEQUENCE,
+        ),
+        Collective(
+            "all_gather", KEYS, "backward", ranks, again, payload, again * each,
+            again * ranks * elements, BACKWARD, near=True, among=Among.SEQUENCE,
+        ),
+        Collective(
+            "all_to_all", f"gradients of {KEYS}", "backward", ranks, ranks * calls, round_trip, ranks * calls * round_trip,
+            ranks * calls * elements, BACKWARD, near=True, among=Among.SEQUENCE,
+        ),
     )  # fmt: skip

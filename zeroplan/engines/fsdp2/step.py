@@ -5,7 +5,7 @@ It runs the last micro-batch of a step, with the gradients of earlier ones. Laye
 
 from collections.abc import Iterator
 
-from zeroplan.engines.fsdp2 import buffers, lines, outside, predictions
+from zeroplan.engines.fsdp2 import buffers, lines, outside
 from zeroplan.engines.fsdp2.groups import Group
 from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
@@ -90,7 +90,7 @@ class MicroBatch:
             self.trace.recording = position.is_corner
             self._prefetched = tuple([one for _, one in self.layers[at + 1 : at + 1 + self._depth(backward=False)]])
             if position.layer == self.plan.first_ahead:
-                self.trace.put("predictions", *predictions.beside(self.plan))
+                self.trace.put("predictions", *self.plan.head.ahead.beside, *buffers.experts_ahead(self.plan))
             self._block_forward(position, unit)
             if position.layer == self.plan.tower_layers:
                 self.trace.put("first input", *self.plan.head.first_input)
@@ -171,7 +171,7 @@ class MicroBatch:
         if plan.chunks_apart:
             return
         trace.at("loss, forward", Phase.LOSS, of_forward=True)
-        self.trace.pass_by(*plan.head.saved, *plan.head.loss_forward, *predictions.forward(plan))
+        self.trace.pass_by(*plan.head.saved, *plan.head.loss_forward, *plan.head.ahead.forward)
         self.run.release_parked()
 
     # --- backward -------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ class MicroBatch:
         """Run loss, head and final norm. A chunked loss runs its backward before the model's own backward begins."""
         plan, trace = self.plan, self.trace
         trace.put("output", *buffers.output(plan))
-        trace.put("losses of predictions", *predictions.backward(plan))
+        trace.put("losses of predictions", *plan.head.ahead.backward)
         for point in plan.head.points:
             gathers = self._gathers_ahead(point.place.at)
             early = buffers.cast_early(plan, normed=point.place.at is At.FINAL_NORM)
@@ -227,7 +227,7 @@ class MicroBatch:
         if self.ends is None:
             made = outside.made_before_blocks(self.plan), *buffers.cast_early(self.plan)
             self.trace.shrink("root gradients", *made)
-        self.trace.put("left by predictions", *predictions.left(self.plan))
+        self.trace.put("left by predictions", *self.plan.head.ahead.left)
         for at in reversed(range(len(self.layers))):
             position, unit = self.layers[at]
             if not self.plan.passes[position.run].points:

@@ -12,7 +12,7 @@ from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.muon import SOURCE, for_ranks, sent_by, updated_by_muon
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.ledger import Among, Collective, Phase
-from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, where
+from zeroplan.numeric import Int, added_up, ceil_div, for_each_value, maximum, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -33,38 +33,63 @@ def collectives(plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec) -> tuple
     The root group is gathered once per micro-batch, blocks twice if they are resharded in between: somewhat less than the 3Ψ of
     the ZeRO paper (arXiv:1910.02054, section 7).
     """
-    reductions: Int = batch.grad_accum_steps if plan.recipe.sync_every_micro_batch else 1
-    calls = list(_outside(plan, mesh, batch.grad_accum_steps, reductions))
+    passes = batch.grad_accum_steps
+    reductions: Int = passes if plan.recipe.sync_every_micro_batch else 1
+    calls = list(_outside(plan, mesh, passes, reductions))
     uppermost = max((at for at, one in enumerate(plan.passes) if not one.points), default=None)  # run that no gradient reaches
-    for at, (*groups, run, one) in enumerate(zip(plan.blocks, plan.trained_blocks, plan.runs, plan.passes, strict=True)):
-        name, backward = f"{run.words} blocks", run.layers if one.points else int(at == uppermost)
-        if groups[0].experts is not None:
-            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  keeps start-up fast
-
-            calls += _of_group(
-                plan, (groups[0].of_experts, groups[1].of_experts), run.layers, f"{EXPERTS} {name}", mesh,
-                batch.grad_accum_steps, reductions, backward=backward, ranks=groups[0].experts.ranks,
-            )  # fmt: skip
-            calls += exchanges(plan, run, mesh, batch, model)
+    for at, (run, one) in enumerate(zip(plan.runs, plan.passes, strict=True)):
+        backward = run.layers if one.points else int(at == uppermost)
         if plan.recipe.fsdp2.keeps_last and plan.reshard is True and at == plan.walk[-1].run:
             backward -= 1  # the last block is still gathered
-        beside = (groups[0].beside_experts, groups[1].beside_experts)
-        calls += _of_group(plan, beside, run.layers, name, mesh, batch.grad_accum_steps, reductions, backward=backward)
+        again = 0 if plan.reshard is False else passes * backward
+        calls += of_blocks(plan, at, (passes * run.layers, again, reductions * run.layers), mesh.dp_replicate)
         if plan.recipe.fsdp2.float8_all_gather:
-            calls += _largest_values(plan, run, name, batch.grad_accum_steps)
-    if plan.at_embedding is not None:
-        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
-
-        calls += split_collectives(plan, batch, model, int(mesh.tp), reductions=reductions)
-    if mesh.cp != 1:
-        from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
-
-        calls += exchanged(plan, batch, model, mesh)
-    if plan.recipe.optimizer == "muon":
-        calls += of_muon(plan, mesh.dp_replicate)
+            calls += _largest_values(plan, run, f"{run.words} blocks", passes)
+    calls += among_split_ranks(plan, mesh, batch, model, reductions=reductions)
     if plan.recipe.optimizer == "dion-muon":
         calls += of_dion(plan)
     return tuple(calls)
+
+
+def of_blocks(plan: Plan, at: int, calls: tuple[Int, Int, Int], replicas: Int) -> Iterator[Collective]:
+    """Yield the collectives of a run's blocks: those of experts among the ranks that have them, then all others.
+
+    ``calls``: as in :func:`of_units`.
+    """
+    group, trained, name = plan.blocks[at], plan.trained_blocks[at], f"{plan.runs[at].words} blocks"
+    if group.experts is not None:
+        theirs, ranks = (group.of_experts, trained.of_experts), group.experts.ranks
+        for call in of_units(plan, theirs, f"{EXPERTS} {name}", calls, ranks=ranks, replicas=replicas):
+            yield call._replace(among=Among.SHARDS_OF_EXPERTS) if call.among is Among.SHARDS else call
+    beside = group.beside_experts, trained.beside_experts
+    yield from of_units(plan, beside, name, calls, ranks=plan.n, replicas=replicas)
+
+
+def among_split_ranks(
+    plan: Plan, mesh: Mesh, batch: Batch, model: ModelSpec, *, reductions: Int, embeds: bool = True, ends: bool = True,
+    accumulated: bool = False,
+) -> Iterator[Collective]:  # fmt: skip
+    """Yield what ranks exchange that split matrices or sequences, that have different experts, or that share a matrix's step.
+
+    The options are those of :func:`~zeroplan.engines.fsdp2.split.split_collectives`.
+    """
+    if plan.tp != 1:
+        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
+
+        yield from split_collectives(
+            plan, batch, model, plan.tp, reductions=reductions, embeds=embeds, ends=ends, accumulated=accumulated
+        )  # fmt: skip
+    for group, run in zip(plan.blocks, plan.runs, strict=True):
+        if group.experts is not None:
+            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  as above
+
+            yield from exchanges(plan, run, mesh, batch, model)
+    if mesh.cp != 1:
+        from zeroplan.engines.fsdp2.split import exchanged  # noqa: PLC0415  as above
+
+        yield from exchanged(plan, batch, model, mesh)
+    if plan.recipe.optimizer == "muon":
+        yield from of_muon(plan, mesh.dp_replicate)
 
 
 def _largest_values(plan: Plan, run: BlockRun, name: str, passes: Int) -> Iterator[Collective]:
@@ -105,12 +130,8 @@ def of_dion(plan: Plan) -> Iterator[Collective]:
 def _of_matrices(matrices: list[LocalTensor], width: int, operation: str, *, over_replicas: bool) -> tuple[Int, Int]:
     """Return the number of calls of one collective in a step, and their total bytes."""
     sent = partial(sent_by, operation=operation, over_replicas=over_replicas)
-    calls: Int = 0
-    n_bytes: Int = 0
-    for one in matrices:
-        calls = calls + one.repeat * for_ranks(one, width, lambda events: len(sent(events)))
-        n_bytes = n_bytes + one.repeat * for_ranks(one, width, lambda events: sum(sent(events)))
-    return calls, n_bytes
+    calls = added_up(one.repeat * for_ranks(one, width, lambda events: len(sent(events))) for one in matrices)
+    return calls, added_up(one.repeat * for_ranks(one, width, lambda events: sum(sent(events))) for one in matrices)
 
 
 def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[Collective]:
@@ -118,35 +139,33 @@ def _outside(plan: Plan, mesh: Mesh, passes: Int, reductions: Int) -> Iterator[C
     for group, trained in zip(plan.outside, plan.trained_outside, strict=True):
         embeds = plan.ends is not None and group is plan.ends.embedding
         name = ROOT if plan.ends is None else "the embedding" if embeds else "final norm and head"
-        again = int(embeds and bool(plan.passes[plan.corners[0].run].points))
-        yield from _of_group(plan, (group, trained), 1, name, mesh, passes, reductions, backward=again, is_root=True)
-
-
-def _of_group(
-    plan: Plan, groups: tuple[Group, Group], layers: int, name: str, mesh: Mesh, passes: Int, reductions: Int,
-    *, backward: int = 0, ranks: Int | None = None, is_root: bool = False,
-) -> Iterator[Collective]:  # fmt: skip
-    sharing = plan.n if ranks is None else ranks
-    calls = passes * layers, passes * backward if backward and plan.reshard is not False else 0, reductions * layers
-    again = sharing if isinstance(plan.reshard, bool) else plan.reshard
-    for call in of_units(plan, groups, name, calls, ranks=(sharing, again), replicas=mesh.dp_replicate):
-        shards = Among.SHARDS if ranks is None else Among.SHARDS_OF_EXPERTS
-        yield call._replace(among=shards if call.among is Among.SHARDS else call.among, is_root=is_root)
+        again = passes if embeds and plan.passes[plan.corners[0].run].points and plan.reshard is not False else 0
+        calls = passes, again, reductions
+        yield from of_units(plan, (group, trained), name, calls, ranks=plan.n, replicas=mesh.dp_replicate, is_root=True)
 
 
 def of_units(
-    plan: Plan, groups: tuple[Group, Group], name: str, calls: tuple[Int, Int, Int], *, ranks: tuple[Int, Int], replicas: Int
+    plan: Plan, groups: tuple[Group, Group], name: str, calls: tuple[Int, Int, Int], *, ranks: Int, replicas: Int,
+    is_root: bool = False,
 ) -> Iterator[Collective]:  # fmt: skip
     """Yield the collectives of units with these parameters, of which the second group is trained.
 
-    ``calls``: how often a step gathers them in forward and in backward, and reduces them. ``ranks``: of the two gathers.
+    ``calls``: how often a step gathers them in forward and in backward, and reduces them. ``ranks``: those that share them.
     """
+    for call in _of_units(plan, groups, name, calls, ranks, replicas):
+        yield call._replace(is_root=is_root)
+
+
+def _of_units(
+    plan: Plan, groups: tuple[Group, Group], name: str, calls: tuple[Int, Int, Int], ranks: Int, replicas: Int
+) -> Iterator[Collective]:  # fmt: skip
     (group, trained), (forward, backward, reductions) = groups, calls
-    yield gather(plan, group, forward, f"parameters of {name}", Phase.FORWARD, ranks=ranks[0])
+    yield gather(plan, group, forward, f"parameters of {name}", Phase.FORWARD, ranks=ranks)
     if not isinstance(backward, int) or backward:
-        yield gather(plan, group, backward, f"parameters of {name}", Phase.BACKWARD, ranks=ranks[1])
-    if not isinstance(reductions, int) or reductions:
-        yield reduce_scatter(plan, trained, reductions, f"gradients of {name}", ranks=ranks[0])
+        again = ranks if isinstance(plan.reshard, bool) or plan.is_a_stage else plan.reshard
+        yield gather(plan, group, backward, f"parameters of {name}", Phase.BACKWARD, ranks=again)
+    if (not isinstance(reductions, int) or reductions) and (trained.numel or not plan.is_a_stage):
+        yield reduce_scatter(plan, trained, reductions, f"gradients of {name}", ranks=ranks)
         yield over_replicas(plan, trained, reductions, f"{REPLICAS} of {name}", replicas)
 
 

@@ -13,26 +13,24 @@ history of largest values, and the padding of experts' tokens for FP8.
 """
 
 from zeroplan.engines.account import Account, PipelineRank
-from zeroplan.engines.megatron.adapters import NOTE as ADAPTERS_NOTE
 from zeroplan.engines.megatron.chunks import chunks_per_rank, runs_of
+from zeroplan.engines.megatron.inputs import TOWER_NOTE, tower_weights
 from zeroplan.engines.megatron.moments import moments_of
-from zeroplan.engines.megatron.on_host import host_lines
+from zeroplan.engines.megatron.parameters import ADAPTERS_NOTE, GRADIENTS_TOO
 from zeroplan.engines.megatron.rank import Rank, rank_of
-from zeroplan.engines.megatron.states import states_of
+from zeroplan.engines.megatron.states import host_lines, states_of
 from zeroplan.engines.megatron.symbols import symbols_of
-from zeroplan.engines.megatron.tower import NOTE as TOWER_NOTE
-from zeroplan.engines.megatron.tower import tower_weights
 from zeroplan.engines.megatron.traffic import collectives_of
-from zeroplan.engines.megatron.widths import GRADIENTS_TOO
-from zeroplan.ledger import Line, Moment
-from zeroplan.numeric import maximum
+from zeroplan.ledger import Line
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.described import Job, JobParts
 from zeroplan.spec.megatron import chunks_of, cut_flags
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.trace import Moments
 from zeroplan.transformer.megatron import Layers, layers_of
+from zeroplan.weights import ONE_POOL
 
 NOTE = (
     "layers follow the code of Megatron-Core and Transformer Engine, compared with 230 runs of Megatron-LM's own tests "
@@ -109,7 +107,7 @@ def memory_of_rank(at: int, job: Job) -> Account:
     """
     layers = _layers(job, received=at < int(job.mesh.pp) - 1 or chunks_per_rank(job) > 1)
     states = states_of_rank(at, job)
-    return Account(states, tuple(moments_of(rank_of(at, job), layers, job, states)), ())
+    return Account(states, moments_of(rank_of(at, job), layers, job, states), ())
 
 
 def states_of_rank(at: int, job: Job) -> tuple[Line, ...]:
@@ -126,7 +124,7 @@ def _layers(job: Job, *, received: bool) -> Layers:
 def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
     model, recipe = job.model, job.recipe
     states = states_of_rank(rank.at, job)
-    moments = tuple(moments_of(rank, layers, job, states))
+    moments = moments_of(rank, layers, job, states)
     return Account(
         states,
         moments,
@@ -136,7 +134,7 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
             NOTE,
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
             *((ADAPTERS_NOTE,) if model.adapter is not None else ()),
-            *((_ALIBI,) if model.family == "bloom" else ()),
+            *((_ALIBI,) if model.traits.alibi else ()),
             *((TOWER_NOTE,) if model.vision is not None else ()),
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
             *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),
@@ -156,15 +154,14 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
     )
 
 
-def _shown(rank: Rank, moments: tuple[Moment, ...]) -> PipelineRank:
+def _shown(rank: Rank, moments: Moments) -> PipelineRank:
     """Return the rank's row in the answer's table of pipeline ranks."""
-    totals = [moment.total_bytes for moment in moments]
     blocks = "; ".join(f"blocks {one.start + 1} to {one.stop}" for one in rank.stages if one.layers)
     named = (*(["embedding"] if rank.at == 0 else []), blocks, *(["norm and head"] if rank.has_head else []))
     words = ", ".join(name for name in named if name)
-    if not all(isinstance(total, int) for total in totals):
-        return PipelineRank(rank.at, words, 0, maximum(0, *totals), "")
-    highest = moments[totals.index(max(totals))]
+    if moments.are_columns:
+        return PipelineRank(rank.at, words, 0, moments.highest(ONE_POOL).peak_bytes, "")
+    highest = moments.peak()
     return PipelineRank(rank.at, words, int(rank.elements + rank.experts + rank.frozen), highest.total_bytes, highest.name)
 
 

@@ -14,8 +14,7 @@ from math import lcm
 from typing import NamedTuple
 
 from zeroplan.engines.megatron.chunks import runs_of
-from zeroplan.engines.megatron.parameters import BY_ROWS, elements_of, in_fp8, is_expert, multiplies_in_fp8
-from zeroplan.engines.megatron.widths import WEIGHTS_TOO
+from zeroplan.engines.megatron.parameters import BY_ROWS, WEIGHTS_TOO, elements_of, in_fp8, is_expert, multiplies_in_fp8
 from zeroplan.numeric import Int, maximum, round_up, where
 from zeroplan.spec.described import Job
 from zeroplan.transformer.parameters import Parameter

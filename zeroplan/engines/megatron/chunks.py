@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from zeroplan.engines.megatron.schedule import order_of
 from zeroplan.numeric import Int, for_each_row
 from zeroplan.spec.described import Job
 from zeroplan.spec.megatron import chunks_of
@@ -145,6 +144,13 @@ class Schedule(NamedTuple):
     """Chunks of layers on the rank."""
     group: int
     """Micro-batches that run through a chunk before the next chunk runs."""
+
+
+def order_of(chunks: int, group: int, micro_batches: int) -> Iterator[int]:
+    """Yield the chunk of every forward. Backwards run the chunks in reverse order."""
+    for start in range(0, micro_batches, group):
+        for chunk in range(chunks):
+            yield from [chunk] * min(group, micro_batches - start)
 
 
 def fullest(

@@ -1,14 +1,30 @@
-"""What do the batch, the embedding and the attention masks keep?"""
+"""What do the batch, the embedding, the attention masks and a frozen vision tower keep?
+
+ms-swift's mcore-bridge and LLaMA-Factory's mcore_adapter build transformers' own tower on the first pipeline rank, whole on every
+tensor-parallel rank. Its features replace tokens of the whole embedding, before the ranks split the sequence. A frozen tower has
+no gradients and no optimizer states, and autograd keeps nothing of it. Only its blocks are compared with code that runs.
+"""
 
 from collections.abc import Iterator
 
 from zeroplan.engines.megatron.flying import T5
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import ceil_div
+from zeroplan.numeric import Int, ceil_div
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.megatron import drops_hidden, element_of, encoder_length, masks_in_place, own_part, own_part_formula
+from zeroplan.spec.vision import VisionSpec
+from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.megatron import (
+    drops_hidden,
+    element_of,
+    encoder_length,
+    hidden_bytes,
+    masks_in_place,
+    own_part,
+    own_part_formula,
+)
+from zeroplan.transformer.vision import parameters_beside_the_text, pixels, tower_block
 
 EMBEDDED = "Megatron-LM 2026-08, megatron/core/tensor_parallel/layers.py, VocabParallelEmbedding.forward"
 MASK = "Megatron-LM 2026-08, megatron/core/utils.py, get_batch_on_this_tp_rank"
@@ -48,7 +64,7 @@ def embedded_lines(rank: Rank, job: Job) -> Iterator[Line]:
             f"H·{own_part_formula('T·h', recipe)}",
         )
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
-    if model.family == "bloom":
+    if model.traits.alibi:
         inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, job.mesh.cp)
         reason = "input of the embedding's norm, and its statistics"
         yield Line(Kind.ACTIVATIONS, inputs, reason, "H·ceil((e·h + 8)·T/C)", EMBEDDING_NORM)
@@ -97,3 +113,81 @@ def _padding_masks(job: Job) -> Line:
 #: The batch on the GPU: labels, loss mask, token ids and positions. If the first rank is also the last, ``embedded_lines`` counts
 #: the part that the embedding reads. [bytes per token]
 BATCH = 8 + 4 + 8 + 8
+
+
+SOURCE = "mcore-bridge 1.6.5, model/mm_gpt_model.py, MultimodalGPTModel (read, not run)"
+TOWER_NOTE = (
+    "the frozen vision tower is whole on every rank of the first pipeline stage, as mcore-bridge and mcore_adapter build it; its "
+    "blocks are transformers', what is around them was read, not run; the step time leaves it out"
+)
+
+
+def _tower(rank: Rank, job: Job) -> VisionSpec | None:
+    return job.model.vision if rank.at == 0 else None
+
+
+def tower_weights(rank: Rank, job: Job) -> Iterator[Line]:
+    """Yield the weights of the tower and of what joins it to the text. [bytes]"""
+    if (vision := _tower(rank, job)) is not None:
+        n_bytes = element_of(job.recipe) * parameters_beside_the_text(vision)
+        yield Line(Kind.PARAMETERS, n_bytes, "weights of the frozen vision tower", str(n_bytes), SOURCE)
+
+
+def kept_of_images(rank: Rank, job: Job) -> Iterator[Line]:
+    """Yield what micro-batches in flight keep of their images: the places of their tokens, and DeepStack's features. [bytes]"""
+    vision = _tower(rank, job)
+    if vision is None or not vision.images:
+        return
+    tokens = job.batch.micro_batch_size * job.batch.seq_len
+    yield _line(rank.embeds * tokens * job.model.hidden_size, "which elements are of images, booleans")
+    if vision.turns_text:
+        yield _line(rank.embeds * tokens * 3 * 8, "position ids in three dimensions, int64")
+        angles = 4 * job.model.head_dim * tokens
+        yield _line(rank.embeds * angles, "angles of rotary positions of each sequence, fp32")
+    if vision.deeper:
+        each = element_of(job.recipe) * job.model.hidden_size + 2 * 8  # and the places from which they were taken, int64
+        of_images = vision.images * vision.tokens_per_image * job.batch.micro_batch_size
+        yield _line(rank.embeds * vision.deeper * each * of_images, "features that DeepStack adds to the first layers")
+
+
+def held_pixels(rank: Rank, job: Job) -> tuple[Line, ...]:
+    """Return the pixels of the micro-batch that runs forward. [bytes]"""
+    return pixels(job.model, job.batch) if _tower(rank, job) is not None else ()
+
+
+def forward_of_the_tower(rank: Rank, job: Job) -> Iterator[tuple[str, tuple[Line, ...]]]:
+    """Yield name and lines of a block of the tower's forward, and of when features replace tokens of the embedding. [bytes]"""
+    vision = _tower(rank, job)
+    if vision is None or not vision.images:
+        return
+    model, batch, e = job.model, job.batch, element_of(job.recipe)
+    embedded = _line(hidden_bytes(job), "output of the embedding, whole")
+    patches = batch.micro_batch_size * vision.images * vision.tiles * vision.sequence
+    block = (
+        embedded,
+        *tower_block(model, vision, Compute(e, autocast=False, attention="sdpa"), batch).forward,
+        _line(e * patches * vision.hidden_size, "vision tower: what its forward refers to beside a block"),
+        *([_line(4 * patches * vision.hidden_size, "vision tower: learned positions, fp32")] if vision.positions else []),
+        _line(8 * patches * vision.hidden_size // vision.num_attention_heads, "vision tower: rotary cos and sin, fp32"),
+        _features(vision, job, 1 + vision.deeper),
+    )
+    yield "forward of a block of the vision tower", block
+    replaced = _line(2 * embedded.n_bytes, "embedding with images, and its copy in Megatron's order")
+    yield "images replace tokens", (embedded, _features(vision, job, 2 + vision.deeper), replaced)
+
+
+def gradient_without_images(rank: Rank, job: Job) -> tuple[Line, ...]:
+    """Return the copy of the embedding's gradient that is zero at the images. [bytes]"""
+    vision = _tower(rank, job)
+    if vision is None or not vision.images:
+        return ()
+    return (_line(hidden_bytes(job), "gradient of the embedding's output without images", Kind.ACTIVATION_GRADIENTS),)
+
+
+def _features(vision: VisionSpec, job: Job, copies: int) -> Line:
+    tokens = vision.images * vision.tokens_per_image * job.batch.micro_batch_size
+    return _line(copies * element_of(job.recipe) * tokens * job.model.hidden_size, "features of the images")
+
+
+def _line(n_bytes: Int, reason: str, kind: Kind = Kind.ACTIVATIONS) -> Line:
+    return Line(kind, n_bytes, reason, "", SOURCE)

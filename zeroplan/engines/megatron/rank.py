@@ -3,12 +3,10 @@
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from zeroplan.engines.megatron.adapters import trained_by
 from zeroplan.engines.megatron.buckets import Padded, padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
-from zeroplan.engines.megatron.parameters import elements_of, ends_of, has_tied_head, in_fp8, table_of
-from zeroplan.engines.megatron.whole_matrices import Owned, owned_by
-from zeroplan.engines.megatron.widths import WEIGHTS_TOO
+from zeroplan.engines.megatron.muon import Owned, owned_by
+from zeroplan.engines.megatron.parameters import WEIGHTS_TOO, elements_of, ends_of, has_tied_head, in_fp8, table_of, trained_by
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch

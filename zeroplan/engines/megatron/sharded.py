@@ -14,11 +14,10 @@ from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.megatron.buckets import bucket_of, padded_ends, padded_layer
-from zeroplan.engines.megatron.parameters import ends_of, table_of
+from zeroplan.engines.megatron.parameters import GRADIENTS_TOO, WEIGHTS_TOO, bytes_of, ends_of, table_of
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
-from zeroplan.engines.megatron.widths import GRADIENTS_TOO, WEIGHTS_TOO, bytes_of
 from zeroplan.ledger import Kind, Line, Role, Tag
-from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, share_of, where
+from zeroplan.numeric import Bool, Int, added_up, ceil_div, maximum, minimum, share_of, where
 from zeroplan.spec.described import Job
 
 _FOLDER = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp"
@@ -62,7 +61,7 @@ class Sharding(NamedTuple):
         return 0 if self.bucket is None else self.bucket
 
     def _layer(self) -> Int:
-        return maximum(1, _sum(self.layers) // max(1, len(self.layers)))
+        return maximum(1, added_up(self.layers) // max(1, len(self.layers)))
 
     def _queue(self) -> Int:
         """Return the most gradients in flight. Half as many weights are gathered ahead. [elements]"""
@@ -96,21 +95,21 @@ class Sharding(NamedTuple):
             return self._weighing(self.layers[0]) + self.transposes
         if isinstance(at, int) or at == AT_AHEAD:
             first = at if isinstance(at, int) else 0
-            found = minimum(_sum(self.layers[first:]), self.layers[first] + self._ahead())
+            found = minimum(added_up(self.layers[first:]), self.layers[first] + self._ahead())
             return self._weighing(minimum(found, self._unlike_loss()) if at == 0 else found) + self.transposes
         beside = where(self._is_cut(), self.ends - self.table, 0) if at == AT_STEP else 0
-        return self._weighing(minimum(_sum(self.layers), self._ahead(beside)))
+        return self._weighing(minimum(added_up(self.layers), self._ahead(beside)))
 
     def _weighing(self, inside: Int) -> Int:
         """Return the size of ``inside`` weights of layers and of all weights outside them. [bytes]"""
-        return self.width * self.ends + share_of(self.weights, inside, maximum(1, _sum(self.layers)))
+        return self.width * self.ends + share_of(self.weights, inside, maximum(1, added_up(self.layers)))
 
     def _unlike_loss(self) -> Int:
         """Return the layers' weights that can be whole in the last layer's backward. [elements]
 
         That backward releases layers gathered at the loss, and Megatron-FSDP does not gather those ahead.
         """
-        inside = _sum(self.layers)
+        inside = added_up(self.layers)
         return where(inside > self._ahead(), maximum(self.layers[0], inside - self._ahead()), inside)
 
     def _is_cut(self) -> Bool:
@@ -124,12 +123,12 @@ class Sharding(NamedTuple):
         """
         if at in (AT_AHEAD, AT_LAST, AT_LOSS, AT_STEP):
             return 0
-        whole, reaching = self.ends + _sum(self.layers), 0 if self.gathers else self._bucket
+        whole, reaching = self.ends + added_up(self.layers), 0 if self.gathers else self._bucket
         if not self.gathers and self.bucket is None:
             return whole
         if at == AT_HEAD:
             return minimum(whole, where(self._is_cut(), self.ends - self.table, self.ends) + reaching)
-        behind = _sum(self.layers if at == AT_END else self.layers[: int(at)])
+        behind = added_up(self.layers if at == AT_END else self.layers[: int(at)])
         if at == AT_END:
             return self._waiting(behind) + where(self._is_cut(), self.table, self.ends)
         return minimum(whole, self._waiting(behind) + where(self._is_cut(), 0, self.ends) + reaching + self.layers[int(at)])
@@ -194,7 +193,7 @@ class Sharding(NamedTuple):
 
     def gathered_per_micro_batch(self, elements: Int) -> tuple[Int, Int]:
         """Return how many of the layers' ``elements`` the forward and the backward of a micro-batch gather."""
-        inside = maximum(1, _sum(self.layers))
+        inside = maximum(1, added_up(self.layers))
         again = minimum(inside, self._ahead())
         return elements + share_of(elements, again, inside), where(inside > again, elements, 0)
 
@@ -231,10 +230,3 @@ def sharding_of(rank: Rank, job: Job) -> Sharding | None:
         recipe.zero_stage == WEIGHTS_TOO, table, table + others, tuple(reversed(units)), tuple(reversed(besides)),
         tuple(reversed(shares)), bucket, width.weight, weights, transposes, width.gradient,
     )  # fmt: skip
-
-
-def _sum(numbers: Iterable[Int]) -> Int:
-    total: Int = 0
-    for one in numbers:
-        total = total + one
-    return total

@@ -3,18 +3,15 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.megatron.buffers import of_each_shape
 from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
 from zeroplan.engines.megatron.flying import flying_of
 from zeroplan.engines.megatron.leftover import behind_by, left_by
-from zeroplan.engines.megatron.made_gradients import made_gradients
 from zeroplan.engines.megatron.moments import lasts_of
 from zeroplan.engines.megatron.muon import muon_step
-from zeroplan.engines.megatron.on_host import symbols_on_host
 from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers
 from zeroplan.engines.megatron.sharded import sharding_of
-from zeroplan.engines.megatron.states import symbols_in_fp8
+from zeroplan.engines.megatron.states import made_gradients, of_each_shape, symbols_in_fp8, symbols_on_host
 from zeroplan.ledger import total_bytes
 from zeroplan.numeric import Int
 from zeroplan.spec.described import Job

@@ -4,16 +4,22 @@ from collections.abc import Iterator
 from math import comb
 
 from zeroplan.engines.megatron.chunks import runs_of
-from zeroplan.engines.megatron.parameters import has_tied_head, table_of
+from zeroplan.engines.megatron.parameters import Bytes, bytes_of, has_tied_head, table_of
 from zeroplan.engines.megatron.rank import Rank, same_experts
 from zeroplan.engines.megatron.sharded import Sharding, sharding_of
-from zeroplan.engines.megatron.widths import Bytes, bytes_of
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int, ceil_div, for_each_value, where
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.transformer.megatron import ROUTED, adapted_matrices, element_of, encoder_length, own_part
+from zeroplan.transformer.megatron import (
+    ROUTED,
+    adapted_matrices,
+    element_of,
+    encoder_length,
+    own_part,
+    tokens_of,
+)
 from zeroplan.transformer.params import is_frozen
 from zeroplan.transformer.published import KORTHIKANTI
 
@@ -111,7 +117,7 @@ def _within_layers(rank: Rank, job: Job) -> Iterator[Collective]:
     recipe, batch = job.recipe, job.batch
     calls = batch.grad_accum_steps * rank.layers
     forwards = 2 if recipe.recompute == "full" else 1
-    tokens = ceil_div(batch.micro_batch_size * batch.seq_len, job.mesh.cp)
+    tokens = tokens_of(job)
     hidden = element_of(recipe) * tokens * job.model.hidden_size
     pairs = calls * (2 if recipe.megatron.hybrid_layer_pattern is None else 1)  # column-parallel and row-parallel matrix
     for phase, passes in ((Phase.FORWARD, 1), (Phase.BACKWARD, forwards)):
@@ -157,8 +163,8 @@ def _at_ends(rank: Rank, job: Job, hidden: Int) -> Iterator[Collective]:
             if not is_frozen(job.model, "head"):
                 yield send("all_gather", Phase.BACKWARD, head, hidden)
         yield send("reduce_scatter" if split else "all_reduce", Phase.BACKWARD, head, hidden)
-        of_tokens = 4 * ceil_div(batch.micro_batch_size * batch.seq_len, mesh.cp)
-        yield send("all_reduce", Phase.FORWARD, ("numbers of the loss", Among.TENSOR, mesh.tp, 3 * head[3]), of_tokens)
+        numbers = "numbers of the loss", Among.TENSOR, mesh.tp, 3 * head[3]
+        yield send("all_reduce", Phase.FORWARD, numbers, 4 * tokens_of(job))
     if modules and rank.has_head:
         yield from _joined(job, hidden)
 

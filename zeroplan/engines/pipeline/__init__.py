@@ -7,7 +7,7 @@ Schedules that split a backward (``interleaved-zero-bubble``, ``zbv``) are model
 ``transformer/families/split_backward.py`` knows the tensors that a block keeps between the halves, and refused otherwise.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,11 +19,12 @@ from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
 from zeroplan.engines.pipeline.host import in_host_memory
 from zeroplan.engines.pipeline.lines import plain
-from zeroplan.engines.pipeline.moments import moments_of
+from zeroplan.engines.pipeline.passes import through
+from zeroplan.engines.pipeline.reducing import reducing
 from zeroplan.engines.pipeline.schedule import STAGES_AT_ONCE, Place
 from zeroplan.engines.pipeline.stage import StagePlan, stage_plans
 from zeroplan.engines.pipeline.traffic import collectives
-from zeroplan.engines.pipeline.waiting import Rank
+from zeroplan.engines.pipeline.waiting import Rank, most_waits
 from zeroplan.engines.pipeline.walk import State, left_over, states
 from zeroplan.engines.precisions import compute_of
 from zeroplan.errors import SpecError
@@ -34,7 +35,7 @@ from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, PipelineSchedule, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.trace import Moments, entry_of
+from zeroplan.trace import Entry, Moments, entry_of
 from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, why_not
 from zeroplan.weights import ONE_POOL
 
@@ -191,6 +192,27 @@ def _account(
         symbols=(*_symbols(model, recipe, mesh, batch), *pinned),
         notes=(*notes_of(recipe), *_notes(recipe, mesh)),
     )
+
+
+Maker = Callable[[Rank, State, tuple[Line, ...]], Iterable[Moment | Entry]]
+
+
+def moments_of(rank: Rank, states: tuple[State, ...]) -> Iterator[Entry]:
+    """Yield every moment of a step at which the rank's memory can peak, except the optimizer's step."""
+    makers = makers_of(splits=any(state.between for state in states))
+    for state, waiting in most_waits(rank, states):
+        for made in makers[state.kind](rank, state, waiting):
+            yield made if isinstance(made, Entry) else entry_of(made)
+
+
+def makers_of(*, splits: bool) -> dict[str, Maker]:
+    """Return the function that makes the moments of each kind of pass; ``splits``: backwards are split in two halves."""
+    makers: dict[str, Maker] = {"forward": through, "backward": through, "reducing": reducing}
+    if splits:
+        from zeroplan.engines.pipeline.split_backward import first_half, second_half  # noqa: PLC0415  keeps start-up fast
+
+        makers |= {"input": first_half, "weights": second_half}
+    return makers
 
 
 def states_of(stages: tuple[StagePlan, ...]) -> tuple[tuple[Line, ...], tuple[Line, ...]]:

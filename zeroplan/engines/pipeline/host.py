@@ -1,6 +1,7 @@
 """The host memory of a pipeline rank: its stages' states, and inputs of blocks for every micro-batch in flight."""
 
 from collections.abc import Iterator
+from operator import add
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import several
@@ -10,7 +11,7 @@ from zeroplan.engines.pipeline.lines import plain
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int, added_up, maximum, weighted
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.offloaded import SAVED_ON_CPU
 
@@ -23,11 +24,8 @@ def in_host_memory(
     """Return the lines of a rank's host memory, and their symbols; nothing without offload. [bytes]"""
     if not recipe.offloads:
         return (), ()
-    pinned: Int = 0
-    lines: list[Line] = []
-    for stage in stages:
-        pinned = pinned + stage.plan.beyond_pinned_bytes
-        lines += _states_of(stage)
+    pinned = added_up(stage.plan.beyond_pinned_bytes for stage in stages)
+    lines = [line for stage in stages for line in _states_of(stage)]
     if recipe.offload_activations:
         inputs, rounded = _inputs(stages, states)
         pinned, lines = pinned + rounded, [*lines, inputs]
@@ -52,10 +50,9 @@ def _inputs(stages: tuple[StagePlan, ...], states: tuple[State, ...]) -> tuple[L
 
 def _most(sizes: list[Int], states: tuple[State, ...]) -> Int:
     """Return the peak of stage-wise sizes, over every micro-batch in flight and the one whose pass runs."""
-    most: Int = 0
-    for state in states:
-        now: Int = 0
-        for at, size in enumerate(sizes):
-            now = now + (state.flying[at] + (at == state.chunk and state.kind != "reducing")) * size
-        most = maximum(most, now)
-    return most
+
+    def of(state: State) -> Int:
+        running = [at == state.chunk and state.kind != "reducing" for at, _ in enumerate(sizes)]
+        return weighted(map(add, state.flying, running), sizes)
+
+    return maximum(0, *map(of, states))

@@ -25,7 +25,7 @@ from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, OffGpu, Phase, total_bytes
-from zeroplan.numeric import Int
+from zeroplan.numeric import Int, added_up, weighted
 from zeroplan.transformer.families.split_backward import SPLIT_BACKWARD, Point, SplitBackward, Weights
 
 T = TypeVar("T")
@@ -180,17 +180,12 @@ def _through_weights(weights: tuple[Weights, ...], last: int, made: int, freed: 
 
 
 def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
-    freed: Int = 0
-    for one in weights:
-        freed = freed + one.freed
-    return sum(one.numel for one in weights), freed
+    return sum(one.numel for one in weights), added_up(one.freed for one in weights)
 
 
 def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[int, Int]:
-    freed: Int = 0
-    for count, (_, n_bytes) in zip(layers, ways, strict=True):
-        freed = freed + count * n_bytes
-    return sum(count * numel for count, (numel, _) in zip(layers, ways, strict=True)), freed
+    elements = sum(count * numel for count, (numel, _) in zip(layers, ways, strict=True))
+    return elements, weighted(layers, [freed for _, freed in ways])
 
 
 def _making(stage: StagePlan, plan: Plan, now: _Making, *, added: bool) -> tuple[Line, ...]:

@@ -7,9 +7,7 @@ unsharded.
 
 from collections.abc import Iterator
 
-from zeroplan.engines.fsdp2.groups import Group
-from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.engines.fsdp2.traffic import EXPERTS, ROOT, of_muon, of_units
+from zeroplan.engines.fsdp2.traffic import ROOT, among_split_ranks, of_blocks, of_units
 from zeroplan.engines.pipeline.schedule import Place
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import Gathers, gathers, unshards
@@ -28,68 +26,32 @@ def collectives(
     stages: tuple[StagePlan, ...], place: Place, mesh: Mesh, batch: Batch, model: ModelSpec
 ) -> tuple[Collective, ...]:
     """Return every collective and every send of one optimizer step of a rank; ``batch`` is the rank's."""
-    sent = _sends(stages, mesh, batch)
-    among = (call for stage in stages for call in _among_the_split(stage, mesh, batch, model))
+    split = (call for stage in stages for call in _among_split_ranks(stage, mesh, batch, model))
     of_blocks, of_stages = gathers(place, resharded=bool(stages[0].plan.reshard)), unshards(place)
     every = zip(stages, of_blocks, of_stages, strict=True)
-    return (*(call for one in every for call in _of_stage(*one, mesh)), *among, *sent)
+    return (*(call for one in every for call in _of_stage(*one, mesh)), *split, *_sends(stages, mesh, batch))
 
 
-def _among_the_split(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
-    """Yield collectives among ranks that split the stage or its sequences, or one matrix's step."""
-    if mesh.tp != 1:
-        from zeroplan.engines.fsdp2.split import split_collectives  # noqa: PLC0415  keeps start-up fast
-
-        embeds, ends = stage.stage.is_first, stage.stage.is_last
-        yield from split_collectives(
-            stage.plan, batch, model, int(mesh.tp), reductions=1, embeds=embeds, ends=ends, accumulated=True
-        )  # fmt: skip
-    for group, run in zip(stage.plan.blocks, stage.plan.runs, strict=True):
-        if group.experts is not None:
-            from zeroplan.engines.fsdp2.experts import exchanges  # noqa: PLC0415  as above
-
-            yield from exchanges(stage.plan, run, mesh, batch, model)
-    if mesh.cp != 1:
-        from zeroplan.engines.fsdp2.context import exchanged  # noqa: PLC0415  as above
-
-        yield from exchanged(stage.plan, batch, model, mesh)
-    if stage.plan.recipe.optimizer == "muon":
-        yield from of_muon(stage.plan, mesh.dp_replicate)
+def _among_split_ranks(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
+    ends = {"embeds": stage.stage.is_first, "ends": stage.stage.is_last}
+    return among_split_ranks(stage.plan, mesh, batch, model, reductions=1, **ends, accumulated=True)
 
 
 def _of_stage(stage: StagePlan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:
-    plan = stage.plan
-    for call in _outside(plan, gathers, once, mesh):
-        yield call._replace(is_root=True)
-    for *groups, run in zip(plan.blocks, plan.trained_blocks, plan.runs, strict=True):
-        if groups[0].experts is not None:
-            name, ranks = f"{EXPERTS} {run.words} blocks", groups[0].experts.ranks
-            theirs = groups[0].of_experts, groups[1].of_experts
-            for call in _of_units(plan, theirs, run.layers, name, gathers, mesh, ranks):
-                yield call._replace(among=Among.SHARDS_OF_EXPERTS) if call.among is Among.SHARDS else call
-        beside = groups[0].beside_experts, groups[1].beside_experts
-        yield from _of_units(plan, beside, run.layers, f"{run.words} blocks", gathers, mesh, plan.n)
+    """Yield the collectives of a stage's units, reduced once.
 
-
-def _outside(plan: Plan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:
-    """Yield gathers outside the blocks: the root group, or norm and head, as often as the schedule gathers the whole stage.
-
-    A separate embedding is gathered as often as the blocks.
+    The schedule gathers the root group, or norm and head, as often as the whole stage; a separate embedding as often as blocks.
     """
-    (*_, last), (*_, trained) = plan.outside, plan.trained_outside
-    name = ROOT if plan.ends is None else "final norm and head"
-    if plan.ends is not None and plan.ends.embedding.numel:
-        embedding = plan.ends.embedding, plan.ends.trained_embedding
-        yield from _of_units(plan, embedding, 1, "the embedding", gathers, mesh, plan.n)
-    if last.numel:
-        yield from _of_units(plan, (last, trained), 1, name, once, mesh, plan.n)
-
-
-def _of_units(
-    plan: Plan, groups: tuple[Group, Group], layers: int, name: str, gathers: Gathers, mesh: Mesh, ranks: Int
-) -> Iterator[Collective]:  # fmt: skip
-    calls = layers * gathers.forward, layers * gathers.backward, layers if groups[1].numel else 0
-    yield from of_units(plan, groups, name, calls, ranks=(ranks, ranks), replicas=mesh.dp_replicate)
+    plan = stage.plan
+    for group, trained in zip(plan.outside, plan.trained_outside, strict=True):
+        embeds = plan.ends is not None and group is plan.ends.embedding
+        name = ROOT if plan.ends is None else "the embedding" if embeds else "final norm and head"
+        if group.numel:
+            calls = (*(gathers if embeds else once), 1)
+            yield from of_units(plan, (group, trained), name, calls, ranks=plan.n, replicas=mesh.dp_replicate, is_root=True)
+    for at, run in enumerate(plan.runs):
+        forward, backward, reductions = (run.layers * times for times in (*gathers, 1))
+        yield from of_blocks(plan, at, (forward, backward, reductions), mesh.dp_replicate)
 
 
 def _sends(stages: tuple[StagePlan, ...], mesh: Mesh, batch: Batch) -> Iterator[Collective]:

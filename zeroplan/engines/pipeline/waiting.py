@@ -20,7 +20,7 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.stage import StagePlan
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, weighted
+from zeroplan.numeric import Int, added_up, weighted
 from zeroplan.weights import total
 
 
@@ -162,10 +162,7 @@ def of_the_head(rank: Rank, state: State) -> tuple[Line, ...]:
 
 
 def _of_several(kind: Kind, terms: tuple[tuple[int, Int], ...], reason: str, source: str) -> Line:
-    n_bytes: Int = 0
-    for count, size in terms:
-        n_bytes = n_bytes + count * size
-    return Line(kind, n_bytes, reason, several(*terms), source)
+    return Line(kind, added_up(count * size for count, size in terms), reason, several(*terms), source)
 
 
 def _other_stages(rank: Rank, state: State) -> Iterator[Line]:

@@ -14,9 +14,17 @@ from typing import NamedTuple
 from zeroplan.engines.account import Account
 from zeroplan.engines.fsdp2.runtime import Units
 from zeroplan.engines.optimizers import step_temporary_lines
-from zeroplan.engines.pipeline import account_of_time, accounts_of, arranged, cut_lines, received_lines, states_for, until_next
+from zeroplan.engines.pipeline import (
+    account_of_time,
+    accounts_of,
+    arranged,
+    cut_lines,
+    makers_of,
+    received_lines,
+    states_for,
+    until_next,
+)
 from zeroplan.engines.pipeline.bounds import Bounds, bounds_of
-from zeroplan.engines.pipeline.moments import makers_of
 from zeroplan.engines.pipeline.passes import StagePass, only_in_flight
 from zeroplan.engines.pipeline.stage import StagePlan, layers_of, recipe_of, stage_plan_of
 from zeroplan.engines.pipeline.waiting import Rank, highest_of_alike, sizes_of, waits

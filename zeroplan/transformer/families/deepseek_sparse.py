@@ -19,7 +19,8 @@ from zeroplan.transformer.families.deepseek import (
     mlp,
     routed_and_shared,
 )
-from zeroplan.transformer.families.definition import Block, Definition, Program, Tables, before_and_after, gated_modules
+from zeroplan.transformer.families.definition import Block, Definition, Program, Tables
+from zeroplan.transformer.families.module_names import before_and_after, gated_modules
 from zeroplan.transformer.families.operators import TEMPORARY
 from zeroplan.transformer.families.tape import Store, Tape, Value, Width
 from zeroplan.transformer.parameters import HANDED, SHARED, BlockRun, Layout, kinds_by_indexer

@@ -11,7 +11,7 @@ from zeroplan.engines.deepspeed.stage3.reducing import is_all_reduced
 from zeroplan.engines.deepspeed.stage3.step import group_count
 from zeroplan.engines.rows import Sizes, shares
 from zeroplan.ledger import Collective, Phase
-from zeroplan.numeric import Int, ceil_div, where
+from zeroplan.numeric import Int, added_up, ceil_div, where
 from zeroplan.spec.batch import Batch
 
 _SCALE = 4
@@ -37,9 +37,7 @@ def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
     scattered = [flush for flush in job.buckets.flushes if flush not in whole]
     name, when = "gradients, bucket by bucket", "in the backward of every micro-batch"
     if scattered or not whole:
-        share: Int = 0
-        for flush in scattered:
-            share = share + shares(flush.sizes, n)
+        share = added_up(shares(flush.sizes, n) for flush in scattered)
         calls, reduced = len(scattered), n * share
         sent = Collective(
             "reduce_scatter", name, when, n, calls * micro, element * ceil_div(reduced, calls),
