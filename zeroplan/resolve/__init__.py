@@ -173,7 +173,7 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     if request.from_file is None:
         return SetupRead(request)
     if not request.from_file:
-        raise SpecError("--from '' names no file; give the path of a set-up")
+        raise SpecError("--from '' names no file; give the path of a configuration file")
     from zeroplan.resolve.set_up import read_beside  # noqa: PLC0415  only this flag needs it
 
     return read_beside(request, Path(request.from_file), chosen)
@@ -183,7 +183,7 @@ def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[
     """Return the job with the modules and FSDP2 units of the program that owns the configuration, if modelled, and notes."""
     if read.own is None and not read.own_units:
         return complete, ()
-    from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a set-up pays for it
+    from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a configuration file pays for it
 
     complete, modules_notes = by_its_own_modules(read, complete, chosen)
     complete, units_notes = by_its_own_units(read, complete, chosen)
@@ -306,7 +306,7 @@ def _model(request: Request, extra: Path | None, *, whole: bool) -> tuple[ModelS
         raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
     if request.config is not None and request.config.startswith(("https://", "http://")):
         raise SpecError(
-            f"--config {request.config!r} is an address, and none is fetched; name the model with --model hf:OWNER/NAME"
+            f"--config {request.config!r} is an address, and --config reads only files; name the model with --model hf:OWNER/NAME"
         )
     if request.config is not None:
         return shape_of_config(request.config, treat_as=request.treat_as)

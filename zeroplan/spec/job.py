@@ -354,7 +354,8 @@ class JobSpec(Spec):
             )
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
             raise SpecError(
-                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
+                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2' or 'fsdp1', "
+                f"not {engine!r}"
             )
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
             self._check_nodes()

@@ -481,13 +481,13 @@ class ModelSpec(Spec):
         if turned > 1 and self.head_dim % (2 * turned):
             part = {2: "half", 4: "a quarter"}[turned]
             raise SpecError(
-                f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is turned, in pairs; "
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is rotated, in pairs; "
                 f"use a multiple of {2 * turned}"
             )
         width = self.traits.turned_width
         if width and self.head_dim <= width:
             raise SpecError(
-                f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each are turned; use more"
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each are rotated; use more"
             )
         self._check_heads()
         if self.family in LEARNED_POSITIONS and not self.positions:

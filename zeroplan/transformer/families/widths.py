@@ -184,7 +184,7 @@ def quantities(
 def _of_latent_attention(mla: MlaSpec, seq_len: Int) -> dict[str, Int]:
     """Return the values of the symbols of latent attention, and of its indexer."""
     latent = {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim, "o/2": mla.qk_rope_head_dim // 2}
-    return {**latent, "j": mla.index_n_heads, "L": mla.index_head_dim, "Y": minimum(mla.index_topk, seq_len)}
+    return {**latent, "j": mla.index_n_heads, "d_j": mla.index_head_dim, "Y": minimum(mla.index_topk, seq_len)}
 
 
 def _of_linear_attention(linear: LinearSpec, seq_len: Int) -> dict[str, Int]:
