@@ -178,7 +178,9 @@ def _powers(term: Term) -> list[str]:
 def _factor_text(factor: Factor) -> str:
     if isinstance(factor, int):
         return str(factor)
-    return f"({_text(factor.terms, tight=True)})" if isinstance(factor, Size) else factor.text
+    if isinstance(factor, Size):
+        return f"({_text(factor.terms, tight=True)})" if factor.terms else "0"
+    return factor.text
 
 
 #: The empty sum, 0.
