@@ -21,7 +21,7 @@ from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.errors import SpecError
-from zeroplan.spec import megatron, releases
+from zeroplan.spec import megatron
 from zeroplan.spec.adapter import GROUPS, AdapterSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -570,9 +570,7 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
 
 def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     """Train with an older release of transformers, if zeroplan models that."""
-    modelled = (
-        one.family in releases.FAMILIES and told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
-    )
+    modelled = one.has("older releases") and told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
     if not modelled or (one.sliding_window is not None and told.attention == "sdpa"):
         return told
     return replace(told, transformers=draw.choice((None, "4.45", "4.48.1", "4.53", "4.55", "4.57", "5.0")))
@@ -723,7 +721,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     of_script = told.recompute == "none" and not draw.randint(0, 3)  # else BERT's and T5's scripts would be rare
     if of_script:
         told, cp = replace(told, attention="eager"), 1
-    families = ("gpt2",) if of_script else megatron.FAMILIES
+    families = ("gpt2",) if of_script else modelled("megatron")
     one = replace(model(draw, families, ranks=tp, layers=pp * each), hidden_act=None, max_window_layers=0)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as one layer each
