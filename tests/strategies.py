@@ -570,8 +570,12 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
 
 def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     """Train with an older release of transformers, if zeroplan models that."""
-    modelled = one.has("older releases") and told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
-    if not modelled or (one.sliding_window is not None and told.attention == "sdpa"):
+    usual = told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
+    if (
+        not usual
+        or one.family not in modelled("older releases")
+        or (one.sliding_window is not None and told.attention == "sdpa")
+    ):
         return told
     return replace(told, transformers=draw.choice((None, "4.45", "4.48.1", "4.53", "4.55", "4.57", "5.0")))
 
@@ -580,8 +584,8 @@ def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     """Now and then make embedding and head FSDP2 units, if zeroplan models that."""
     options = told.fsdp2
     resharded = options.reshard_after_forward is None or isinstance(options.reshard_after_forward, bool)
-    modelled = told.engine == "fsdp2" and told.loss == "full" and resharded and not one.positions and one.family != "bloom"
-    if not modelled or options.modules == "torchtitan" or draw.randint(0, 3) < 3:
+    usual = told.engine == "fsdp2" and told.loss == "full" and resharded and not one.positions and one.family != "bloom"
+    if not usual or options.modules == "torchtitan" or draw.randint(0, 3) < 3:
         return told
     return replace(told, fsdp2=replace(options, ends_apart=True))
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
 from zeroplan.engines.megatron.flying import flying_of
 from zeroplan.engines.megatron.leftover import behind_by, left_by
 from zeroplan.engines.megatron.moments import lasts_of
@@ -57,7 +57,9 @@ def _symbols_of_muon(rank: Rank, job: Job) -> Iterator[Symbol]:
 
 def _symbols_of_shards(rank: Rank, job: Job) -> tuple[Symbol, ...]:
     sharding = sharding_of(rank, job)
-    return () if sharding is None else tuple(sharding.symbols(sharding.backwards(lasts_of(rank, job))))
+    if sharding is None:
+        return ()
+    return tuple(sharding.symbols(sharding.backwards(lasts_of(rank, job), layers_of_a_checkpoint(job.recipe))))
 
 
 def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator[Symbol]:
