@@ -141,7 +141,8 @@ def _with_experts(
     """
     alive, waiting = there
     group = plan.blocks[run]
-    apart = _apart(group)
+    apart = group.experts
+    assert apart is not None  # noqa: S101  asked of blocks with experts only
     others = group.beside_experts
     theirs = (
         sized(Kind.UNSHARDED_PARAMETERS, plan.width.compute, apart.padded, "its experts, unsharded", REDUCE),
@@ -176,8 +177,3 @@ def _input_before(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
     """Return the input of the previous reduction, of the same group unless it is the first; it lives until the experts' begins."""
     before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
     return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
-
-
-def _apart(group: Group) -> Apart:
-    assert group.experts is not None  # noqa: S101  asked of blocks with experts only
-    return group.experts
