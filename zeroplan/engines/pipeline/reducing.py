@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.buffers import reduce_input, reduce_output_bytes
-from zeroplan.engines.fsdp2.groups import Apart, Group, param_groups
+from zeroplan.engines.fsdp2.groups import Group, param_groups
 from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.pipeline.lines import (
@@ -164,7 +164,7 @@ def _with_experts(
     yield Moment(f"reducing the experts of {name}", Phase.BACKWARD, lines)
 
 
-def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
+def _experts_made(plan: Plan, group: Group, apart: Group, width: int) -> Line:
     """Return the experts' gradients in their reduction. A variable holds the last one until it ends."""
     _, theirs = param_groups(group, plan.gathers, "", plan.n)
     copied = experts_copied_or_reduced(plan, theirs, width)
