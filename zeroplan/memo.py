@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 from zeroplan.numeric import Int
 
 Made = TypeVar("Made")
+Key = TypeVar("Key", bound=Hashable)
 
 _known: ContextVar[dict[Hashable, object] | None] = ContextVar("known", default=None)
 
@@ -53,3 +54,22 @@ def as_key(value: Int) -> Hashable:
     3
     """
     return value if isinstance(value, int) else (value.shape, value.tobytes())
+
+
+class Computed(dict[Key, Made]):
+    """Values that are computed from their keys when code first reads them.
+
+    >>> squares = Computed(lambda number: number * number)
+    >>> squares[3], dict(squares)
+    (9, {3: 9})
+    """
+
+    def __init__(self, make: Callable[[Key], Made]) -> None:
+        """``make`` returns the value of a key."""
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, key: Key) -> Made:
+        """Compute and keep a value."""
+        made = self[key] = self._make(key)
+        return made

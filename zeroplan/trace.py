@@ -8,12 +8,16 @@ are joined only when code reads them.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple, overload
 
 from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh, weigh_each
+
+_n_bytes = attrgetter("n_bytes")
 
 
 class Inside:
@@ -31,6 +35,11 @@ class Inside:
         if not self._totals:
             self._totals = [sum(map(total_bytes, parts)) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
         return self._totals
+
+    @property
+    def most(self) -> Int:
+        """The highest total. [bytes]"""
+        return max(self.totals) if set(map(type, self.totals)) == {int} else maximum(0, *self.totals)
 
     def highest(self, pools: Pools) -> Highest:
         """Return the highest total, and the highest of each pool. An engine always has the same pools. [bytes]"""
@@ -68,7 +77,7 @@ class Entry(NamedTuple):
     def total_bytes(self) -> Int:
         """The total of the highest of its moments. [bytes]"""
         beside: Int = sum(map(total_bytes, self.alive))
-        return beside if self.inside is None else beside + maximum(0, *self.inside.totals)
+        return beside if self.inside is None else beside + self.inside.most
 
     def moment(self, at: int = 0) -> Moment:
         """Return one of the moments, with its lines joined."""
@@ -132,22 +141,24 @@ class Moments(Sequence[Moment]):
         inside = (line for _, parts in points for lines in parts for line in lines)
         return not all(isinstance(line.n_bytes, int) for line in (*every, *inside))
 
+    @cached_property
+    def highest_entry(self) -> Entry | None:
+        """The entry with the highest moment, the first of equal ones; None if sizes are columns."""
+        alive = [entry.alive for entry in self.entries]
+        keys = [tuple(map(id, groups)) for groups in alive]
+        groups = dict(zip(chain.from_iterable(keys), chain.from_iterable(alive), strict=True))
+        if not set(map(type, map(_n_bytes, chain.from_iterable(groups.values())))) <= {int}:
+            return None
+        sizes = dict(zip(groups, map(total_bytes, groups.values()), strict=True))
+        insides: list[Int] = [0 if entry.inside is None else entry.inside.most for entry in self.entries]
+        totals = [sum(map(sizes.__getitem__, key), start=inside) for key, inside in zip(keys, insides, strict=True)]
+        return self.entries[totals.index(max(totals))] if set(map(type, totals)) == {int} else None
+
     def peak(self) -> Moment:
         """Return the highest moment, the first of equal ones. Sizes must be ints."""
-        sizes: dict[int, int] = {}
-        best, highest, at = self.entries[0], -1, 0
-        for entry in self.entries:
-            size = 0 if entry.inside is None else max(entry.inside.totals)
-            for lines in entry.alive:
-                known = id(lines)
-                if known not in sizes:
-                    sizes[known] = total_bytes(lines)  # type: ignore[assignment]  # of one job
-                size += sizes[known]
-            if size > highest:
-                best, highest = entry, size
-        if best.inside is not None:
-            at = best.inside.totals.index(max(best.inside.totals))
-        return best.moment(at)
+        best = self.highest_entry
+        assert best is not None  # noqa: S101  of one job
+        return best.moment() if best.inside is None else best.moment(best.inside.totals.index(max(best.inside.totals)))
 
     def highest(self, pools: Pools) -> Highest:
         """Return the peak, and the highest total of each pool; ints or columns. [bytes]"""

@@ -28,6 +28,7 @@ from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.trace import Moments, entry_of
 from zeroplan.transformer.params import parameter_count
 
 LLAMA_7B = ModelSpec(
@@ -284,9 +285,9 @@ def test_every_phase_has_moments(stage: int) -> None:
 def test_the_input_of_a_product_is_freed_before_its_weights_gradient_is_passed_on():
     from zeroplan.engines.passes import passes
 
-    (run,) = passes(TINY, recipe(2), BATCH).runs
-    point = next(point for point in run.block.points if point.name == "gate projection")
-    handed = next(one for one in run.block.handed if one.gradients == point.gradients)
+    block = passes(TINY, recipe(2), BATCH).kinds[0].block
+    point = next(point for point in block.points if point.name == "gate projection")
+    handed = next(one for one in block.handed if one.gradients == point.gradients)
     read = "output of the norm before the MLP"
     assert read in [line.reason for line in point.lines]
     assert read not in [line.reason for line in handed.lines]
@@ -397,7 +398,7 @@ def test_a_note_calls_the_peak_an_upper_bound_in_the_forward_of_experts_or_froze
 
     lower, higher = (Line(Kind.ACTIVATIONS, n_bytes, "some") for n_bytes in (1, 2))
     for phase, said in ((Phase.FORWARD, True), (Phase.BACKWARD, False)):
-        moments = (Moment("before", Phase.STEP, (lower,)), Moment("now", phase, (higher,)))
+        moments = Moments(map(entry_of, (Moment("before", Phase.STEP, (lower,)), Moment("now", phase, (higher,)))))
         for model in (EXPERTS, replace(TINY, frozen=FrozenSpec(parts="embedding", layers=1))):
             noted = _bound(model, passes(model, recipe(3), BATCH), moments)
             assert ["upper bound" in note for note in noted] == ([True] if said else [])

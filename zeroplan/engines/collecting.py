@@ -7,10 +7,9 @@ place (:mod:`zeroplan.engines.deepspeed.course`), or from a log of requests (:mo
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias, Union
 
-from zeroplan.engines.rows import Placed, Row, made_at_once, numel
+from zeroplan.engines.rows import Placed, Row, groups_of, numel
 from zeroplan.ledger import Kind
 
 if TYPE_CHECKING:
@@ -145,12 +144,6 @@ class Highest(Counts):
         self.alive[key] = self.alive.get(key, 0) + n_bytes
         self.n_bytes += n_bytes
         self.most = max(self.most, self.n_bytes)
-
-
-@lru_cache(maxsize=256)
-def groups_of(whole: Row) -> dict[int, tuple[Group, ...]]:
-    """Return the gradients of each block in backward order, grouped by the operator that makes them."""
-    return {block: tuple(groups) for block, groups in groupby(made_at_once(whole), key=lambda group: group[0].block)}
 
 
 @lru_cache(maxsize=256)

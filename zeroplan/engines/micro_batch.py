@@ -1,17 +1,18 @@
 """A micro-batch through a model whose parameters are whole on every rank, written into a trace. DDP and DeepSpeed 0 to 2 use it.
 
-Over consecutive equal blocks the kept activations shrink evenly. So memory peaks in the last block of a run or in one earlier
-block, which the engine knows.
+Blocks of one kind allocate the same. Before the last of them most blocks keep activations, so memory peaks there, or in an earlier
+block where the engine has more gradients.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 
-from zeroplan.engines.passes import Below, Passes, RunPass, checkpoint_beside, kept_before, kept_by_all
+from zeroplan.engines.passes import Below, KindPass, Passes, checkpoint_beside, kept_before, kept_by_all
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Line, Phase
+from zeroplan.numeric import Int
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
@@ -48,12 +49,12 @@ class MicroBatch(ABC):
         """Yield the gradients at each point of the backward of loss, head and final norm."""
 
     @abstractmethod
-    def in_last_block(self, index: int, run: RunPass) -> Iterable[Lines]:
-        """Yield the gradients at each point of the backward of a run's last block."""
+    def in_last_block(self, one: KindPass) -> Iterable[Lines]:
+        """Yield the gradients at each point of the backward of a kind's last block."""
 
     @abstractmethod
-    def before_last_block(self, index: int, run: RunPass) -> None:
-        """Write the points of the run's other block at which memory can peak."""
+    def before_last_block(self, one: KindPass) -> None:
+        """Write the points of the kind's other blocks at which memory can peak."""
 
     @abstractmethod
     def below_blocks(self) -> Sequence[tuple[Below, Lines]]:
@@ -69,10 +70,6 @@ class MicroBatch(ABC):
         """Return the tensors of the backward below the blocks that are alive during that sum."""
         return ()
 
-    def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """Return the runs in whose backward memory can peak, with their indices."""
-        return tuple(enumerate(self.these.runs))
-
     # --- the passes ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
@@ -86,13 +83,12 @@ class MicroBatch(ABC):
         trace, head, these = self.trace, self.these.head, self.these
         trace.hold("gradients", *self.in_forward())
         trace.hold("shared", *head.shared)
-        for run in these.runs:
-            block = run.first + run.n_blocks - 1
-            trace.hold("by name", *head.forward, *(head.first_input if block else ()))
-            trace.hold("kept", *self.kept_before(block))
-            trace.at(f"forward of {self.named(run, 'the last')}", Phase.FORWARD)
-            own = run.block.forward if run.recompute == "none" else run.block.forward_recompute
-            trace.pass_by(*run.block.entered, *run.kept, *own, *self.copied_in_forward(block + 1))
+        for one in these.rising:
+            trace.hold("by name", *head.forward, *(head.first_input if one.last else ()))
+            trace.hold("kept", *self.kept_before(one.last))
+            trace.at(f"forward of {self.named(one, 'the last')}", Phase.FORWARD)
+            own = one.block.forward if one.recompute == "none" else one.block.forward_recompute
+            trace.pass_by(*one.block.entered, *one.kept, *own, *self.copied_in_forward(one.last + 1))
         trace.drop("by name")
         trace.hold("kept", *kept_by_all(these))
         trace.at("forward of the loss", Phase.LOSS, of_forward=True)
@@ -104,9 +100,9 @@ class MicroBatch(ABC):
             self._kept_before[block] = kept_before(self.these, block)
         return self._kept_before[block]
 
-    def named(self, run: RunPass, which: str) -> str:
+    def named(self, one: KindPass, which: str) -> str:
         """Return the name of a block in moments, such as ``the last moe block``."""
-        return f"{which} {run.kind.replace('_', ' ')} block" if len(self.these.runs) > 1 else f"{which} block"
+        return f"{which} {one.kind.replace('_', ' ')} block" if len(self.these.kinds) > 1 else f"{which} block"
 
     def backward(self) -> None:
         """Run loss and head backward, then the blocks from the last to the first."""
@@ -116,18 +112,18 @@ class MicroBatch(ABC):
         for point, lines in zip(these.head.points, self.at_head(), strict=True):
             trace.at(f"backward of the {point.name}", self.head_phase)
             trace.pass_by(*point.lines, *lines)
-        for at, run in reversed(self.runs_backward()):
-            trace.hold("checkpoint", *checkpoint_beside(run))
-            self.pass_block(run, "the last", run.first + run.n_blocks - 1, self.in_last_block(at, run))
-            if run.n_blocks > 1:
-                self.before_last_block(at, run)
+        for one in reversed(these.rising):
+            trace.hold("checkpoint", *checkpoint_beside(one))
+            self.pass_block(one, "the last", one.last, self.in_last_block(one))
+            if len(one.blocks) > 1:
+                self.before_last_block(one)
         trace.drop("kept", "checkpoint")
 
-    def pass_block(self, run: RunPass, which: str, block: int, beside: Iterable[Lines]) -> None:
+    def pass_block(self, one: KindPass, which: str, block: int, beside: Iterable[Lines]) -> None:
         """Write each point of a block's backward; ``beside`` has the gradients of each point."""
         self.trace.hold("kept", *self.kept_before(block))
-        inside = Inside((point.name, (point.lines, lines)) for point, lines in zip(run.block.points, beside, strict=True))
-        self.trace.pass_through(inside, f"backward of {self.named(run, which)}", Phase.BACKWARD)
+        inside = Inside([(point.name, (point.lines, lines)) for point, lines in zip(one.block.points, beside, strict=True)])
+        self.trace.pass_through(inside, f"backward of {self.named(one, which)}", Phase.BACKWARD)
 
     def embedding_backward(self) -> None:
         """Run each operator below the blocks backward, the embedding last.
@@ -179,3 +175,12 @@ class MicroBatch(ABC):
         A chunked loss accumulates it itself; a fused loss makes it in the forward.
         """
         return self.recipe.loss in ("chunked", "fused") and point.place.at is not At.FINAL_NORM
+
+
+def highest_among(sizes: Sequence[Int]) -> set[int]:
+    """Return the index of the largest size; of columns the index of the largest of every job."""
+    if set(map(type, sizes)) == {int}:
+        return {sizes.index(max(sizes))}
+    import numpy as np  # noqa: PLC0415  a single job never needs it
+
+    return set(np.stack(np.broadcast_arrays(*sizes)).argmax(axis=0).ravel().tolist())

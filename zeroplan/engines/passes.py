@@ -1,13 +1,13 @@
-"""One forward and backward pass of a whole model: the memory of its blocks, in runs of one kind, and of the rest.
+"""One forward and backward pass of a whole model: the memory of its blocks, kind by kind, and of the rest.
 
-Engines walk through it, and add weights, gradients and buffers.
+Engines walk through it, and add weights, gradients and buffers. Blocks of one kind differ only in their place.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import accumulate, groupby
-from operator import mul
+from itertools import accumulate
+from operator import attrgetter, mul
 from typing import NamedTuple
 
 from zeroplan.engines.account import Symbol
@@ -25,13 +25,13 @@ from zeroplan.transformer.parameters import BlockRun
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
 
 
-class RunPass(NamedTuple):
-    """Consecutive blocks of one kind: the memory of one of them, and the tensors that it keeps until its backward."""
+class KindPass(NamedTuple):
+    """All blocks of one kind: the memory of one of them, and the tensors that it keeps until its backward."""
 
     kind: str
     """The kind as symbols write it."""
-    first: int
-    n_blocks: int
+    blocks: tuple[int, ...]
+    """The blocks of the model that are of this kind, first to last."""
     recompute: Recompute
     block: BlockPass
     kept: tuple[Line, ...]
@@ -39,13 +39,30 @@ class RunPass(NamedTuple):
     kept_casts: Int = 0
     """The part of ``kept_bytes`` that copies of weights take."""
 
+    @property
+    def last(self) -> int:
+        """The last block of this kind, before which most blocks keep activations."""
+        return self.blocks[-1]
+
+
+class Order(NamedTuple):
+    """The kinds of a model's blocks, by their index."""
+
+    of_block: tuple[int, ...]
+    """The kind of each block."""
+    blocks: tuple[tuple[int, ...], ...]
+    """The blocks of each kind, first to last."""
+    before: tuple[tuple[int, ...], ...]
+    """For each block and for the end: how many blocks of each kind come before it."""
+    ends: tuple[tuple[int, ...], ...]
+    """The blocks of each kind next to a block of another kind, or to either end of the model."""
+
 
 class Passes(NamedTuple):
     """One forward and backward pass of the whole model."""
 
-    runs: tuple[RunPass, ...]
-    kinds: tuple[str, ...]
-    """Kind of each run, as symbols write it."""
+    kinds: tuple[KindPass, ...]
+    order: Order
     head: HeadPass
     recompute: Recompute
     output: tuple[Line, ...]
@@ -54,92 +71,81 @@ class Passes(NamedTuple):
     """Elements of the token embedding, or of the head."""
     below: int
     """Elements of all parameters before the blocks."""
-    firsts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    """The first block of each run, and the number of its blocks."""
+    names: tuple[str, ...]
+    """The names of the kinds."""
     keeps: tuple[Int, ...]
-    """What a block of each run keeps. [bytes]"""
+    """What a block of each kind keeps. [bytes]"""
 
     @property
     def n_blocks(self) -> int:
         """Blocks of the model."""
-        return self.firsts[-1] + self.lengths[-1]
+        return len(self.order.of_block)
 
-    def before(self, block: int) -> tuple[int, ...]:
-        """Return how many blocks of each run come before a block."""
-        at = max(bisect_right(self.firsts, block) - 1, 0)
-        ahead = min(max(block - self.firsts[at], 0), self.lengths[at])
-        return *self.lengths[:at], ahead, *(0,) * (len(self.lengths) - at - 1)
+    @property
+    def rising(self) -> list[KindPass]:
+        """The kinds in the order of their last blocks."""
+        return sorted(self.kinds, key=_last)
+
+    def of(self, block: int) -> KindPass:
+        """Return the kind of a block."""
+        return self.kinds[self.order.of_block[block]]
+
+
+_last = attrgetter("last")
 
 
 def passes(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Passes:
     """Return the memory of each kind of block and of the part outside the blocks."""
-    head, runs, first = outside(model, recipe, batch), list[RunPass](), 0
+    head = outside(model, recipe, batch)
     recomputed = first_recomputed(model, recipe)
-    parts = layout_by_recomputation(model, recomputed)
-    costs = {run.name: _run_pass(model, run, recipe, batch) for run in parts.runs}
-    for kind, layers in stretches(model, recomputed):
-        runs.append(costs[kind]._replace(first=first, n_blocks=layers))
-        first += layers
-    kinds = tuple(run.kind for run in runs)
+    parts, order = layout_by_recomputation(model, recomputed), order_of(model, recomputed)
+    kinds = tuple([_kind_pass(model, run, blocks, recipe, batch) for run, blocks in zip(parts.runs, order.blocks, strict=True)])
     output = head.output if recipe.keep_logits else ()
     table = model.vocab_size * model.hidden_size
-    below = sum(one.numel for one in parts.embeddings)
-    places = tuple([run.first for run in runs]), tuple([run.n_blocks for run in runs]), tuple([run.kept_bytes for run in runs])
-    return Passes(tuple(runs), kinds, head, recipe.recompute, output, table, below, *places)
+    below = sum([one.numel for one in parts.embeddings])
+    names, keeps = tuple([one.kind for one in kinds]), tuple([one.kept_bytes for one in kinds])
+    return Passes(kinds, order, head, recipe.recompute, output, table, below, names, keeps)
 
 
-def _run_pass(model: ModelSpec, run: BlockRun, recipe: RecipeSpec, batch: Batch) -> RunPass:
-    """Return the memory of one block of a kind, at any position."""
+def _kind_pass(model: ModelSpec, run: BlockRun, blocks: tuple[int, ...], recipe: RecipeSpec, batch: Batch) -> KindPass:
+    """Return the memory of the blocks of a kind."""
     compute = compute_of(recipe)
     block, recompute = run_pass(model, run, compute, batch), recompute_of(run, compute)
     kept = block.kept(recompute)
     casts = total_bytes(tuple([line for line in kept if line.kind is Kind.WEIGHT_CASTS]))
-    return RunPass(run.name, 0, 0, recompute, block, kept, total_bytes(kept), casts)
-
-
-_FIRST, _LAST = 2, 3
-"""Number of runs at either end that get a row each if kinds alternate: one full period, and the rest after it."""
+    return KindPass(run.name, blocks, recompute, block, kept, total_bytes(kept), casts)
 
 
 @lru_cache(maxsize=256)
-def stretches(model: ModelSpec, recomputed: int | None = None) -> tuple[tuple[str, int], ...]:
-    """Return consecutive blocks of one kind, with their number. If kinds alternate, the ones in the middle are sorted by kind.
+def order_of(model: ModelSpec, recomputed: int | None = None) -> Order:
+    """Return the kinds of a model's blocks. Those after the first ``recomputed`` blocks are other kinds.
 
-    They stay unsorted if kinds have different parameters, whose positions matter too.
-
-    Kept activations and gradients grow by the same amount from period to period, so memory peaks in the first or the last
-    period.
-
-    >>> stretches(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=13, num_attention_heads=2,
-    ...     num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
-    (('local', 1), ('global', 1), ('local', 4), ('global', 4), ('local', 1), ('global', 1), ('local', 1))
+    >>> order = order_of(ModelSpec(family="gemma2", hidden_size=8, intermediate_size=16, num_hidden_layers=5,
+    ...     num_attention_heads=2, num_key_value_heads=1, head_dim=4, vocab_size=10, sliding_window=8))
+    >>> order.blocks, order.before[4]
+    (((1, 3), (0, 2, 4)), (2, 2))
     """
-    runs = layout_by_recomputation(model, recomputed).runs
-    kinds, alike = [run.name for run in runs], len({run.parameters for run in runs}) == 1
-    order = order_by_recomputation(model, recomputed)
-    cut = recomputed or len(order)
-    return tuple([one for part in (order[:cut], order[cut:]) for one in _in_stretches(kinds, part, alike=alike)])
-
-
-def _in_stretches(kinds: list[str], order: tuple[int, ...], *, alike: bool) -> tuple[tuple[str, int], ...]:
-    found = [(kinds[run], len(list(same))) for run, same in groupby(order)]
-    if len(found) <= _FIRST + _LAST or not alike:
-        return tuple(found)
-    middle: dict[str, int] = {}
-    for kind, layers in found[_FIRST:-_LAST]:
-        middle[kind] = middle.get(kind, 0) + layers
-    return (*found[:_FIRST], *middle.items(), *found[-_LAST:])
+    of_block = order_by_recomputation(model, recomputed)
+    blocks: list[list[int]] = [[] for _ in range(max(of_block) + 1)]
+    before = [(0,) * len(blocks)]
+    for block, kind in enumerate(of_block):
+        blocks[kind] += (block,)
+        counts = before[-1]
+        before += ((*counts[:kind], counts[kind] + 1, *counts[kind + 1 :]),)
+    around = (-1, *of_block, -1)
+    ends = [tuple([at for at in some if around[at] != kind or around[at + 2] != kind]) for kind, some in enumerate(blocks)]
+    return Order(of_block, tuple(map(tuple, blocks)), tuple(before), tuple(ends))
 
 
 def kept_before(these: Passes, block: int) -> tuple[Line, ...]:
     """Return the activations and copies of frozen weights that the blocks before ``block`` (0 to ``n_blocks``) keep. [bytes]"""
-    formula, tag = kept_by(these.before(block), these.kinds)
+    formula, tag = kept_by(these.order.before[block], these.names)
     reason = "kept by the blocks before for their backward"
     line = Line(Kind.ACTIVATIONS, kept_bytes(these, block), reason, formula, KEPT[these.recompute], tag)
-    if not any(run.kept_casts for run in these.runs):
+    casts_of_kinds = [one.kept_casts for one in these.kinds]
+    if not any(casts_of_kinds):
         return (line,)
-    counts = [*zip(these.before(block), [run.kept_casts for run in these.runs], strict=True)]
+    counts = [*zip(these.order.before[block], casts_of_kinds, strict=True)]
     n_bytes: Int = sum(count * each for count, each in counts)
     reason, formula_of_casts = "copies of frozen weights kept by the blocks before", several(*counts)
     casts = Line(Kind.WEIGHT_CASTS, n_bytes, reason, formula_of_casts, KEPT[these.recompute])
@@ -148,36 +154,32 @@ def kept_before(these: Passes, block: int) -> tuple[Line, ...]:
 
 def kept_bytes(these: Passes, block: int) -> Int:
     """Return the total of :func:`kept_before`. [bytes]"""
-    n_bytes: Int = sum(map(mul, these.before(block), these.keeps))
+    n_bytes: Int = sum(map(mul, these.order.before[block], these.keeps))
     return n_bytes
 
 
 def kept_symbols(these: Passes) -> tuple[Symbol, ...]:
     """Return the symbols in the formulas of kept activations."""
     return tuple(
-        Symbol(f"S_{run.kind}", run.kept_bytes, f"bytes one {run.kind} block keeps from its forward to its backward")
-        for run in _one_of_each_kind(these)
+        Symbol(f"S_{one.kind}", one.kept_bytes, f"bytes one {one.kind} block keeps from its forward to its backward")
+        for one in these.kinds
     )
 
 
 def kept_in_a_block(these: Passes) -> tuple[tuple[str, tuple[Line, ...]], ...]:
     """Return the lines that one block of each kind keeps."""
-    return tuple((run.kind, run.kept) for run in _one_of_each_kind(these))
-
-
-def _one_of_each_kind(these: Passes) -> tuple[RunPass, ...]:
-    return tuple({run.kind: run for run in these.runs}.values())
+    return tuple([(one.kind, one.kept) for one in these.kinds])
 
 
 def kept_by_all(these: Passes) -> tuple[Line, ...]:
     """Return the lines that all blocks keep, the last block's one by one."""
-    last = these.runs[-1]
-    return (*kept_before(these, these.n_blocks - 1), *last.kept)
+    last = these.n_blocks - 1
+    return (*kept_before(these, last), *these.of(last).kept)
 
 
-def checkpoint_beside(run: RunPass) -> tuple[Line, ...]:
+def checkpoint_beside(one: KindPass) -> tuple[Line, ...]:
     """Return a recomputed block's input, which is alive during its own backward."""
-    return run.block.checkpoint_in_backward if run.recompute != "none" else ()
+    return one.block.checkpoint_in_backward if one.recompute != "none" else ()
 
 
 def shared_at(these: Passes, block: int) -> tuple[Line, ...]:

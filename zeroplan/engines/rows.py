@@ -3,14 +3,17 @@
 Rank 0's shard is the first, so it begins with the embedding. Ranks in the middle own as many elements, with other borders.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias, cast
 
 from zeroplan.engines.modules import LEAF_FAMILIES, executed_modules
+from zeroplan.memo import Computed
 from zeroplan.numeric import Int, added_up, ceil_div, for_each_value, maximum, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import Layout, Parameter, below_blocks, operator_of
@@ -91,6 +94,12 @@ def trained_row(model: ModelSpec) -> Row:
 
 
 @lru_cache(maxsize=256)
+def blocks_with_frozen(whole: Row) -> frozenset[int]:
+    """Return the blocks with a frozen parameter."""
+    return frozenset([each.block for each in whole.placed if each.parameter.frozen])
+
+
+@lru_cache(maxsize=256)
 def row_as_held(model: ModelSpec, element_bytes: int) -> Row:
     """Return the parameters as stage 3 shards them: weights in four bits are columns of numbers in the compute dtype."""
     if not model.is_quantised:
@@ -106,36 +115,66 @@ def numel(each: Placed) -> int:
 
 
 @lru_cache(maxsize=256)
-def arrival_groups(whole: Row, *, leaves: bool) -> tuple[tuple[Placed, ...], ...]:
-    """Return gradients in the order in which they reach the bucket, grouped by those that reach it together.
+def in_backward(whole: Row) -> dict[int, tuple[Placed, ...]]:
+    """Return the parameters of each block in backward order, the last block first."""
+    return {block: tuple(some) for block, some in groupby(reversed(whole.executed), key=attrgetter("block"))}
+
+
+@lru_cache(maxsize=256)
+def arrivals_of(whole: Row, *, leaves: bool) -> dict[int, tuple[tuple[Placed, ...], ...]]:
+    """Return the gradients of each block in backward order, grouped by those that reach the bucket together.
 
     ZeRO-3 waits until the backward of a leaf module ends, and then takes its gradients in the order of the parameters
     (DeepSpeed 0.19.8, ``stage3.py``, ``create_reduce_and_remove_grad_hooks``).
     """
-    groups: list[list[Placed]] = []
-    for each in reversed(whole.executed):
-        together = leaves and groups and is_leaf(whole, each) and is_leaf(whole, groups[-1][0])
-        if together and groups[-1][0].block == each.block:
-            groups[-1].append(each)
-        else:
-            groups.append([each])
-    return tuple(tuple(sorted(group, key=lambda each: each.start)) for group in groups)
+    return _grouped(whole, str, leaves=leaves)
 
 
-def made_at_once(whole: Row, *, leaves: bool = False) -> Iterator[tuple[Placed, ...]]:
-    """Yield gradients in the order in which they reach the bucket, grouped by the operator that makes them.
+@lru_cache(maxsize=256)
+def groups_of(whole: Row, *, leaves: bool = False) -> dict[int, tuple[tuple[Placed, ...], ...]]:
+    """Return the gradients of each block in backward order, grouped by the operator that makes them.
 
     A matrix product makes the gradients of its weight and its bias, and a norm those of its two parameters. One gradient waits
     while the other enters the bucket.
     """
-    in_order = arrival_groups(whole, leaves=leaves)
-    for _, groups in groupby(in_order, key=lambda group: (group[0].block, operator_of(group[0].parameter.name))):
-        yield tuple(each for group in groups for each in group)
+    return _grouped(whole, operator_of, leaves=leaves)
 
 
-def is_leaf(whole: Row, each: Placed) -> bool:
+def _grouped(whole: Row, key: Callable[[str], str], *, leaves: bool) -> dict[int, tuple[tuple[Placed, ...], ...]]:
+    """Group neighbours whose names have the same key, and with ``leaves`` the parameters of a leaf module."""
+
+    def own_key(name: str) -> str:
+        return _LEAF if leaves and is_leaf(whole, name) else key(name)
+
+    cuts = Computed[tuple[str, ...], list[tuple[int, int]]](lambda names: _cuts([own_key(name) for name in names]))
+    found = dict[int, tuple[tuple[Placed, ...], ...]]()
+    for block, some in in_backward(whole).items():  # blocks of one kind have the same names
+        names = tuple([each.parameter.name for each in some])
+        groups = [some[start:stop] for start, stop in cuts[names]]
+        found[block] = tuple([_as_placed(whole, group) for group in groups] if leaves else groups)
+    return found
+
+
+def _as_placed(whole: Row, group: tuple[Placed, ...]) -> tuple[Placed, ...]:
+    """Return a leaf module's gradients in the order of the parameters, and others as they are."""
+    return tuple(sorted(group, key=attrgetter("start"))) if is_leaf(whole, group[0].parameter.name) else group
+
+
+def _cuts(keys: list[str]) -> list[tuple[int, int]]:
+    """Return where every run of equal keys starts and ends.
+
+    >>> _cuts(["a", "a", "b"])
+    [(0, 2), (2, 3)]
+    """
+    starts = [at for at, key in enumerate(keys) if not at or key != keys[at - 1]]
+    return list(zip(starts, [*starts[1:], len(keys)], strict=True))
+
+
+_LEAF = "leaf module"
+
+
+def is_leaf(whole: Row, name: str) -> bool:
     """Whether a parameter belongs to a module that is gathered as one: the whole MLP of a block with experts."""
-    name = each.parameter.name
     return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
 
 
@@ -180,9 +219,9 @@ def row_of(model: ModelSpec, parts: Layout) -> Row:
         below = below_blocks(parts)
         flat = [(len(blocks) if block < 0 and one not in below else block, one) for block, one in flat]
     placed = _placed(flat)
-    trained = tuple(0 if parameter.frozen else parameter.numel for _, parameter in flat)
+    trained = tuple([0 if each.parameter.frozen else each.end - each.start for each in placed])
     executed = _executed(model, placed, len(blocks)) if model.profile is None else _order_of_arrival(model, placed)
-    starts, ends = tuple(each.start for each in placed), tuple(each.end for each in placed)
+    starts, ends = tuple([each.start for each in placed]), tuple([each.end for each in placed])
     return Row(model, placed, starts, ends, executed, (_group(placed),), ends[-1], len(blocks), trained)
 
 
@@ -210,8 +249,10 @@ def in_two_groups(whole: Row, first: Callable[[Parameter], bool]) -> Row:
 
 
 def _placed(flat: list[tuple[int, Parameter]]) -> tuple[Placed, ...]:
-    ends = tuple(accumulate(parameter.numel for _, parameter in flat))
-    return tuple(Placed(p, block, start, end) for (block, p), start, end in zip(flat, (0, *ends[:-1]), ends, strict=True))
+    sizes = Computed[tuple[int, ...], int](math.prod)  # blocks of one kind have the same shapes
+    ends = list(accumulate([sizes[parameter.shape] for _, parameter in flat]))
+    rows = zip([each for _, each in flat], [block for block, _ in flat], (0, *ends[:-1]), ends, strict=True)
+    return tuple(map(partial(tuple.__new__, Placed), rows))  # a fifth of the time of Placed(...), which a large model notices
 
 
 def _group(placed: tuple[Placed, ...]) -> Group:
@@ -246,21 +287,30 @@ def _order_of_arrival(model: ModelSpec, placed: tuple[Placed, ...]) -> tuple[Pla
 
 
 def _executed(model: ModelSpec, placed: tuple[Placed, ...], n_blocks: int) -> tuple[Placed, ...]:
+    """Return parameters in the order in which their modules run forward, which blocks of one kind share."""
+    orders = {True: Computed(partial(_order, model)), False: Computed(partial(_order, None))}
     ordered: list[Placed] = []
-    for block in range(-1, n_blocks + 1):
-        inside = [each for each in placed if each.block == block]
-        modules = [each.parameter.name.rpartition(".")[0] for each in inside]
-        owners = tuple(dict.fromkeys(modules))
-        names = executed_modules(model, owners) if 0 <= block < n_blocks else owners
-        ordered += [each for name in names for each, module in zip(inside, modules, strict=True) if module == name]
+    for block, some in groupby(sorted(placed, key=attrgetter("block")), key=attrgetter("block")):
+        inside = list(some)
+        order = orders[0 <= block < n_blocks][tuple([each.parameter.name for each in inside])]
+        ordered += [inside[at] for at in order]
     return tuple(ordered)
 
 
+def _order(model: ModelSpec | None, names: tuple[str, ...]) -> list[int]:
+    """Return the indices of the parameters of a block, or of the part outside the blocks if no model is given."""
+    modules = [name.rpartition(".")[0] for name in names]
+    owners = tuple(dict.fromkeys(modules))
+    every = owners if model is None else executed_modules(model, owners)
+    return [at for owner in every for at, module in enumerate(modules) if module == owner]
+
+
 def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:
-    records: list[Placed] = []
+    records, largest = list[Placed](), 0
     for each in placed:
-        if not records or each.parameter.numel > records[-1].parameter.numel:
+        if each.end - each.start > largest:
             records.append(each)
+            largest = each.end - each.start
     return tuple(records)
 
 

@@ -103,7 +103,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     )
     if not recipe.offload_activations:
         return answer
-    return with_offloaded_activations(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in these.runs))
+    return with_offloaded_activations(answer, recipe.recompute, ((one.kind, one.block, len(one.blocks)) for one in these.kinds))
 
 
 def _step(recipe: RecipeSpec, whole: Row, states: Lines, temporary: Lines) -> Iterator[Moment]:
@@ -159,9 +159,9 @@ def _copied(model: ModelSpec, recipe: RecipeSpec, these: Passes) -> Casts:
     if not compute_of(recipe).autocast:
         return Casts()
     of_kinds, of_head = _cast_elements(model, first_recomputed(model, recipe), fused="lora" in recipe.fused_parts)
-    kept = tuple([run.block.cast_elements if run.recompute == "none" else 0 for run in these.runs])
+    kept = tuple([one.block.cast_elements if one.recompute == "none" else 0 for one in these.kinds])
     of_head = 0 if are_narrow(model, recipe) else of_head
-    return Casts(tuple([of_kinds[run.kind] for run in these.runs]), kept, of_head)
+    return Casts(tuple([of_kinds[name] for name in these.names]), kept, of_head)
 
 
 def _buckets_rebuilt(recipe: RecipeSpec, whole: Row, batch: Batch, parameters: Lines) -> tuple[Moment, ...]:
@@ -209,14 +209,14 @@ def _notes(model: ModelSpec, recipe: RecipeSpec, ranks: Int) -> Iterator[str]:
 def _symbols(these: Passes, copied: Casts, accum: Int) -> tuple[Symbol, ...]:
     return (
         Symbol("M", where(accum > 1, 1, 0), "1 where an earlier micro-batch of the step left gradients, else 0"),
-        *_of_each("C", these.kinds, copied.in_forward, "elements that autocast copies in the forward of one {} block"),
-        *_of_each("K", these.kinds, copied.kept, "of them, kept by one {} block until its backward"),
+        *_of_each("C", these.names, copied.in_forward, "elements that autocast copies in the forward of one {} block"),
+        *_of_each("K", these.names, copied.kept, "of them, kept by one {} block until its backward"),
         *kept_symbols(these),
     )
 
 
 def _of_each(letter: str, kinds: tuple[str, ...], numbers: tuple[int, ...], meaning: str) -> Iterator[Symbol]:
-    for kind, number in dict(zip(kinds, numbers, strict=False)).items():
+    for kind, number in zip(kinds, numbers, strict=False):
         yield Symbol(f"{letter}_{kind}", number, meaning.format(kind))
 
 

@@ -1,13 +1,14 @@
 """How DDP's reducer handles gradients, from autograd's hook to the end of a backward, and their bytes beside the buckets."""
 
 from collections.abc import Hashable
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, cast
 
 from zeroplan.engines.collecting import Collecting, Counts, Memory, receive
 from zeroplan.engines.ddp.copies import are_narrow, row_in_fp32
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.rows import Placed, Row, made_at_once, numel, trained_row
+from zeroplan.engines.rows import Placed, Row, numel, trained_row
 from zeroplan.numeric import Int, minimum
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -95,18 +96,19 @@ def levels_of(plan: Plan, micro_batches: Int) -> Levels:
 def _levels(plan: Plan, micro_batches: int) -> tuple[tuple[int, int], ...]:
     """Return the levels of the last micro-batch or, if only the last moves gradients, of both of two, or the second of three.
 
-    With three, the second has all gradients, more than the last one has.
+    With three, the second has all gradients, more than the last one has. The reducer treats all gradients alike, so it runs here
+    with the first parameter's alone.
     """
+    one, whole = plan.whole.placed[0], plan.whole.n_elements
     counts, last, found = Counts(), micro_batches - 1, list[tuple[int, int]]()
-    engine = plan.program(counts)
+    engine = plan._replace(whole=replace(plan.whole, placed=(one,))).program(counts)
     first = max(0, last - 1) if plan.moves_last else last
     if first:
         engine.request_earlier()
-    for one in (first,) if first < last and first else range(first, last + 1):
-        engine.last, begin = one == last, counts.gradients
-        for group in made_at_once(plan.whole):
-            receive(group, engine)
-        found.append((begin, (counts.gradients - begin) // plan.whole.n_elements))
+    for micro in (first,) if first < last and first else range(first, last + 1):
+        engine.last, begin = micro == last, counts.gradients
+        receive((one,), engine)
+        found.append((begin * whole // numel(one), (counts.gradients - begin) // numel(one)))
     return tuple(found)
 
 
@@ -115,7 +117,7 @@ def made_above(whole: Row) -> dict[int, int]:
     """Return the elements of gradients made before a block's backward (-1: the embedding; the number of blocks: the head)."""
     made, above = dict.fromkeys(range(whole.n_blocks, -2, -1), 0), 0
     for each in whole.placed:
-        made[each.block] += numel(each)
+        made[each.block] += each.end - each.start
     for block, elements in made.items():
         made[block], above = above, above + elements
     return made

@@ -1,9 +1,9 @@
 """The last micro-batch of a step under DDP, with the gradients of earlier ones, written into a trace.
 
-Over the blocks of a run every size changes by the same amount per block, so memory peaks in its first or last block.
+Blocks of one kind differ in what the blocks before them keep, and in the gradients that the blocks after them have made.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from operator import mul
 from typing import NamedTuple
 
@@ -11,9 +11,9 @@ from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.ddp import lomo
 from zeroplan.engines.ddp.reducer import Levels, made_above
 from zeroplan.engines.formulas import blocks_sum, product, sized
-from zeroplan.engines.micro_batch import Lines, MicroBatch
+from zeroplan.engines.micro_batch import Lines, MicroBatch, highest_among
 from zeroplan.engines.optimizers import LocalTensor, implementation_of, step_temporary_lines
-from zeroplan.engines.passes import Below, Passes, RunPass, moments_below
+from zeroplan.engines.passes import Below, KindPass, Passes, kept_bytes, moments_below
 from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
@@ -29,12 +29,10 @@ _EMBEDDING = "torch 2.13, torch/_decomp/decompositions.py, embedding_dense_backw
 _NARROW = 2
 """Bytes of a 16-bit number."""
 _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
-_ENDS = 3
-"""Number of runs at either end among which memory peaks if kinds of layers alternate: one period, and its neighbour."""
 
 
 class Casts(NamedTuple):
-    """Elements that autocast copies for a block of each run and for the head; empty without autocast."""
+    """Elements that autocast copies for a block of each kind and for the head; empty without autocast."""
 
     in_forward: tuple[int, ...] = ()
     kept: tuple[int, ...] = ()
@@ -136,24 +134,44 @@ class Training(MicroBatch):
         """Whether a fused loss holds the head's gradient. A chunked one runs its backward to the head's weight with every chunk."""
         return self.recipe.loss == "fused" and super().sums_by_itself(point)
 
-    def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:  # noqa: ARG002  another engine's answer needs it
+    def in_last_block(self, one: KindPass) -> Iterator[Lines]:
         """Yield gradients and weight copies of each point."""
-        return self._in_block(run, run.first + run.n_blocks - 1)
+        return self._in_block(one, one.last)
 
-    def before_last_block(self, index: int, run: RunPass) -> None:  # noqa: ARG002  the same
-        """Write the first block of the run."""
-        self.pass_block(run, "the first", run.first, self._in_block(run, run.first))
+    def before_last_block(self, one: KindPass) -> None:
+        """Write the first block of the kind, and the one with most live bytes."""
+        for block in sorted(self._highest_blocks(one) - {one.last}, reverse=True):
+            which = "an earlier" if block > one.blocks[0] else "the first"
+            self.pass_block(one, which, block, self._in_block(one, block))
 
-    def _in_block(self, run: RunPass, block: int) -> Iterator[Lines]:
-        others = (*self.tied_head, *self._run_again(run))
-        for point in run.block.points:
+    def _highest_blocks(self, one: KindPass) -> set[int]:
+        """Return the first block of the kind, and those at which activations, gradients and weight copies are highest.
+
+        Along a stretch of equal blocks all sizes change evenly, so only its ends count.
+        """
+        ends = self.these.order.ends[self.these.order.of_block[one.last]]
+        held = [kept_bytes(self.these, block) + 2 * self._casts_of(block, False)[0] for block in ends]
+        found = {ends[0]}
+        for slope in self._slopes():
+            sizes = [kept + slope * self.above[block] for block, kept in zip(ends, held, strict=True)]
+            found.update([ends[at] for at in highest_among(sizes)])
+        return found
+
+    def _slopes(self) -> set[int]:
+        """Return the bytes by which gradients outside the buckets can grow with each element made."""
+        slopes = {0} if self.recipe.steps_in_backward else {slope for each in self.levels.of_each for _, slope in each}
+        return slopes | {slope + self.width for slope in slopes} if self.recipe.ddp.compiled else slopes
+
+    def _in_block(self, one: KindPass, block: int) -> Iterator[Lines]:
+        others = (*self.tied_head, *self._run_again(one))
+        for point in one.block.points:
             made = self._made(block, point.gradients, point.current_gradient)
             yield (*made, *others, *self._casts(block, point.live_casts))
 
-    def _run_again(self, run: RunPass) -> Lines:
+    def _run_again(self, one: KindPass) -> Lines:
         """Return the recomputed output that a reentrant checkpoint holds until its block's backward ends."""
         head = self.these.head
-        if not is_reentrant(self.recipe) or run.recompute != "full":
+        if not is_reentrant(self.recipe) or one.recompute != "full":
             return ()
         reason = "this block's output, run again"
         return (Line(Kind.ACTIVATIONS, head.hidden_bytes, reason, head.hidden_formula, _REENTRANT),)
@@ -205,13 +223,7 @@ class Training(MicroBatch):
         found = self._known.get((blocks, in_context))
         if found is None:
             each, letter = (self.copied.in_forward, "C") if in_context else (self.copied.kept, "K")
-            counts = self.these.before(blocks)
-            found = sum(map(mul, counts, each)), blocks_sum(letter, counts, self.these.kinds)
+            counts = self.these.order.before[min(blocks, self.these.n_blocks)]
+            found = sum(map(mul, counts, each)), blocks_sum(letter, counts, self.these.names)
             self._known[blocks, in_context] = found
         return found
-
-    def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """Return all runs, or only those at both ends if kinds alternate, and layers leave nothing for those below."""
-        runs = list(enumerate(self.these.runs))
-        few = len(runs) <= 2 * _ENDS + 1 or any(run.block.leaving for _, run in runs)
-        return runs if few else (*runs[:_ENDS], *runs[-_ENDS:])

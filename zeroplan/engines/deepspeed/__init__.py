@@ -52,8 +52,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     answer = _answer(recipe)(model, recipe, mesh, batch, impl)
     if not recipe.offload_activations:
         return answer
-    runs = passes(model, recipe, batch).runs
-    return with_offloaded_activations(answer, recipe.recompute, ((run.kind, run.block, run.n_blocks) for run in runs))
+    kinds = passes(model, recipe, batch).kinds
+    return with_offloaded_activations(answer, recipe.recompute, ((one.kind, one.block, len(one.blocks)) for one in kinds))
 
 
 def _refuse(recipe: RecipeSpec) -> None:

@@ -24,10 +24,10 @@ class Highest(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def highest_places(trace: Gathered, first: int, n_blocks: int, place: Place, current: int) -> tuple[Highest, ...]:
+def highest_places(trace: Gathered, blocks: tuple[int, ...], place: Place, current: int) -> tuple[Highest, ...]:
     """Return the last block, and earlier ones with more gathered, at a point that makes ``current`` elements of gradients."""
     chosen: list[Highest] = []
-    for block in range(first + n_blocks - 1, first - 1, -1):
+    for block in reversed(blocks):
         held, gathering = _held(dict(trace.modules[block]), place, current)
         if not chosen or held > chosen[-1].held or gathering > chosen[-1].gathering:
             chosen.append(Highest(block, held, gathering))

@@ -7,10 +7,9 @@ reverse order of the modules' forward, which for norms differs from ``model.para
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import NamedTuple
 
-from zeroplan.engines.rows import Placed, Row, Sizes, arrival_groups, is_leaf, made_at_once, numel
+from zeroplan.engines.rows import Placed, Row, Sizes, arrivals_of, groups_of, in_backward, is_leaf, numel
 
 
 class Flush(NamedTuple):
@@ -46,7 +45,7 @@ class Schedule:
 def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """Return the buckets of ``size`` elements that a backward pass fills and reduces.
 
-    With ``leaves``, gradients of a module that is gathered as one arrive together (:func:`arrival_groups`).
+    With ``leaves``, gradients of a module that is gathered as one arrive together (:func:`arrivals_of`).
 
     Source: DeepSpeed 0.19.8, ``stage_1_and_2.py``, ``reduce_independent_p_g_buckets_and_remove_grads``.
 
@@ -59,21 +58,23 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
     """
     flushes, inside, fill, made = list[Flush](), list[Placed](), 0, 0
     fills: dict[int, list[tuple[int, int]]] = {}
-    arriving = groupby(made_at_once(whole, leaves=leaves), key=lambda group: group[0].block)
-    of_block = {block: list(groups) for block, groups in arriving}
+    groups = groups_of(whole, leaves=leaves)
     for block in range(whole.n_blocks, -2, -1):
         fills[block] = [(0, fill)]
-        for together in of_block.get(block, ()):
-            waiting = sum(map(numel, together))
-            made = waiting + fills[block][-1][0]
-            for each in together:
-                if fill and fill + numel(each) > size:
-                    flushes.append(_flush(inside, size, waiting, block, made))
-                    inside, fill = [], 0
-                inside.append(each)
-                fill += numel(each)
-                waiting -= numel(each)
-            fills[block].append((made, fill))
+        for together in groups.get(block, ()):
+            waiting = sum([each.end - each.start for each in together])
+            made = fills[block][-1][0] + waiting
+            if fill + waiting <= size:
+                inside, fill = [*inside, *together], fill + waiting
+            else:
+                for each in together:
+                    if fill and fill + numel(each) > size:
+                        flushes.append(_flush(inside, size, waiting, block, made))
+                        inside, fill = [], 0
+                    inside.append(each)
+                    fill += numel(each)
+                    waiting -= numel(each)
+            fills[block] += ((made, fill),)
     flushes.append(_flush(inside, size, 0, -1, made))
     return Schedule(whole, size, leaves, tuple(reversed(flushes)), fills)
 
@@ -81,11 +82,12 @@ def schedule(whole: Row, size: int, *, leaves: bool = False) -> Schedule:
 @lru_cache(maxsize=4096)
 def leaf_elements(whole: Row, block: int) -> int:
     """Return the elements of a block's parameters in a module that is gathered as one; 0 without such a module."""
-    return sum(numel(each) for each in whole.placed if each.block == block and is_leaf(whole, each))
+    return sum([numel(each) for each in in_backward(whole).get(block, ()) if is_leaf(whole, each.parameter.name)])
 
 
 def _flush(inside: list[Placed], size: int, arriving: int, block: int, made: int) -> Flush:
-    fill, sizes = sum(map(numel, inside)), tuple(Counter(map(numel, inside)).items())
+    each_size = [each.end - each.start for each in inside]
+    fill, sizes = sum(each_size), tuple(Counter(each_size).items())
     return Flush(fill, fill > size, arriving, block, made, sizes, tuple(inside))
 
 
@@ -93,11 +95,11 @@ def _flush(inside: list[Placed], size: int, arriving: int, block: int, made: int
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
     """Return the elements that wait outside the bucket when a block's latest gradient exists, and when the one before did.
 
-    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`arrival_groups`).
+    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`arrivals_of`).
     """
     waits, so_far = [0, 0], 0
-    for each in reversed(buckets.whole.executed):
-        if each.block == block and so_far < made:
+    for each in in_backward(buckets.whole).get(block, ()):
+        if so_far < made:
             so_far += numel(each)
             waits.append(_waiting_after(buckets, each))
     return waits[-1], waits[-2]
@@ -106,8 +108,8 @@ def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int
 @lru_cache(maxsize=4096)
 def _waiting_after(buckets: Schedule, latest: Placed) -> int:
     """Return the elements that wait after the ``latest`` gradient exists and, if its module is done, has arrived."""
-    together = next(group for group in arrival_groups(buckets.whole, leaves=buckets.leaves) if latest in group)
-    order = [each for each in reversed(buckets.whole.executed) if each in together]
+    together = next(group for group in arrivals_of(buckets.whole, leaves=buckets.leaves)[latest.block] if latest in group)
+    order = [each for each in in_backward(buckets.whole)[latest.block] if each in together]
     if latest is not order[-1]:
         return sum(numel(each) for each in order[: order.index(latest) + 1])
     last = numel(together[-1])

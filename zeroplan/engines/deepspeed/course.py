@@ -5,16 +5,16 @@ include activations, so it serves every batch. :func:`highest` finds the peak to
 column of jobs.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import chain
+from itertools import accumulate, chain
+from operator import ne
 from typing import NamedTuple, TypeAlias, cast
 
-from zeroplan.engines.collecting import Counts, Event, groups_of, receive
+from zeroplan.engines.collecting import Counts, Event, receive
 from zeroplan.engines.deepspeed.gradients import Plan
-from zeroplan.engines.rows import numel
+from zeroplan.engines.rows import groups_of, numel
 from zeroplan.ledger import Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int
@@ -35,17 +35,17 @@ class Held(NamedTuple):
     earlier: Int = 0
     """Gradients of earlier micro-batches that this rank has kept."""
 
-    @property
-    def n_bytes(self) -> Int:
-        """All of it. [bytes]"""
-        return self.buckets + self.gradients + self.copy + self.cast + self.own + self.earlier
-
 
 class Seen(NamedTuple):
-    """The memory of gradients, the block that runs (-1: embedding; the number of blocks: head), and its gradients made so far."""
+    """The memory of gradients, the block that runs, its kind, and its gradients made so far."""
 
     block: int
+    """-1: the embedding; the number of blocks: the head."""
+    kind: int
+    """-1: the embedding; the number of kinds: the head."""
     made: int
+    n_bytes: int
+    """The total of ``held``. [bytes]"""
     held: Held
 
 
@@ -53,9 +53,9 @@ Place: TypeAlias = tuple[str | int, ...]
 """The place of a note:
 
 - ``("forward",)``: before the first gradient of a micro-batch
-- ``("between", run, count)``: in the last block of a run (-1: embedding; the number of runs: head), when the engine has received so
-  many groups of that block's gradients
-- ``("before", run, count)``: the same in the blocks before that one, where there are any
+- ``("between", kind, count)``: in the last block of a kind (-1: embedding; the number of kinds: head), when the engine has received
+  so many groups of that block's gradients
+- ``("before", kind, count)``: the same in the blocks of the kind before that one, where there are any
 - ``("during", event)``: at an event of the backward
 - ``("end", event)``: at an event after the backward
 """
@@ -74,7 +74,7 @@ def course_of(plan: Plan) -> Course:
     >>> tiny = ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...                  num_key_value_heads=1, head_dim=4, vocab_size=10)
     >>> from zeroplan.engines.deepspeed.gradients import Plan
-    >>> two = Plan(row(tiny), (0,), False, 2, 2, 500, False, True, True, False, False, 2, 1)
+    >>> two = Plan(row(tiny), (0, 0), False, 2, 2, 500, False, True, True, False, False, 2, 1)
     >>> {event: max(seen.held.copy for seen in course_of(two)["during", event]) for event in ("arrives", "reduced")}
     {'arrives': 0, 'reduced': 912}
 
@@ -130,12 +130,12 @@ class Notes(Counts):
     plan: Plan
     block: int | None = None
     """None: the backward has ended."""
-    run: int = 0
+    kind: int = 0
     is_last: bool = True
-    """Whether the block is the last of its run."""
+    """Whether the block is the last of its kind."""
     made: int = 0
     seen: dict[Place, list[Seen]] = field(default_factory=dict)
-    """As in a course, but an event of the backward has a place for each run and each number of gradients made in a block."""
+    """As in a course, but an event of the backward has a place for each kind and each number of gradients made in a block."""
 
     def begin_micro_batch(self) -> None:
         """Note the live bytes during a forward."""
@@ -146,23 +146,25 @@ class Notes(Counts):
         """Begin the backward of another block, or end the backward."""
         self.block, self.made = block, 0
         if block is not None:
-            firsts = (*self.plan.firsts, self.plan.whole.n_blocks)
-            self.run = bisect_right(firsts, block) - 1
-            self.is_last = not 0 <= block < firsts[-1] or block == firsts[self.run + 1] - 1
+            of_block = self.plan.kinds
+            inside = 0 <= block < len(of_block)
+            self.kind = of_block[block] if inside else -1 if block < 0 else max(of_block) + 1
+            self.is_last = not inside or self.kind not in of_block[block + 1 :]
 
     def between(self, count: int) -> None:
         """Note the live bytes after this many groups of a block's gradients have arrived."""
-        self._note(("between" if self.is_last else "before", self.run, count))
+        self._note(("between" if self.is_last else "before", self.kind, count))
 
     def note(self, event: Event, copy: int = 0, cast: int = 0) -> None:
         """Note the live bytes at an event, with a copy and a cast that are requested next."""
-        self._note(("end", event) if self.block is None else ("during", event, self.run, self.made), copy, cast)
+        self._note(("end", event) if self.block is None else ("during", event, self.kind, self.made), copy, cast)
 
     def _note(self, place: Place, copy: int = 0, cast: int = 0) -> None:
         """Note the live bytes, unless as many were alive in a later block, before which more blocks keep their activations."""
         seen, block = self.seen.setdefault(place, []), -1 if self.block is None else self.block
-        if not seen or seen[-1].block <= block or self.n_bytes + copy + cast > seen[-1].held.n_bytes:
-            seen.append(Seen(block, self.made, self._held(copy, cast)))
+        n_bytes = self.n_bytes + copy + cast
+        if not seen or seen[-1].block <= block or n_bytes > seen[-1].n_bytes:
+            seen.append(Seen(block, self.kind, self.made, n_bytes, self._held(copy, cast)))
 
     def _held(self, copy: int = 0, cast: int = 0) -> Held:
         buckets, own, sums, earlier = map(self.alive.get, ("buckets", "own", "sums", "averaged"), (0, 0, 0, 0))
@@ -171,35 +173,34 @@ class Notes(Counts):
     def course(self) -> Course:
         """Return the notes as a course."""
         found: Course = {}
+        stretches = tuple(accumulate(map(ne, self.plan.kinds, (*self.plan.kinds[:1], *self.plan.kinds))))
         for place, seen in self.seen.items():
             when = place[0]
-            whole, few = place[:2] if when == "during" else place, corners(seen)
+            whole, few = place[:2] if when == "during" else place, corners(seen, stretches)
             found[whole] = (*found.get(whole, ()), *(few[-1:] if when == "end" else few))
         return found
 
 
-def corners(seen: list[Seen]) -> tuple[Seen, ...]:
-    """Return the moments of one run that can be the peak, whatever a block keeps for its backward; the latest block first.
+def corners(seen: list[Seen], stretches: tuple[int, ...]) -> tuple[Seen, ...]:
+    """Return the moments of one kind that can be the peak, whatever a block keeps for its backward; the latest block first.
 
-    The activations of earlier blocks grow evenly with their number, so these are the corners of the hull over blocks.
+    ``stretches``: for each block the number of its stretch of equal blocks. Along a stretch the activations of earlier blocks grow
+    evenly, so these are the corners of the hull over its blocks.
     """
-    found: list[tuple[int, int, Seen]] = []
-    for block, n_bytes, each in sorted(map(_weighed, seen), key=lambda one: (-one[0], -one[1])):
-        if found and n_bytes <= found[-1][1]:
+    found = list[Seen]()
+    for each in sorted(seen, key=lambda one: (-one.block, -one.n_bytes)):
+        if found and each.n_bytes <= found[-1].n_bytes:
             continue
-        while len(found) > 1 and _is_below(found[-1], found[-2], (block, n_bytes)):
+        while len(found) > 1 and stretches[found[-2].block] == stretches[each.block] and _is_below(found[-1], found[-2], each):
             found.pop()
-        found.append((block, n_bytes, each))
-    return tuple(each for _, _, each in found)
+        found.append(each)
+    return tuple(found)
 
 
-def _weighed(each: Seen) -> tuple[int, int, Seen]:
-    return each.block, int(each.held.n_bytes), each
-
-
-def _is_below(point: tuple[int, int, Seen], after: tuple[int, int, Seen], before: tuple[int, int]) -> bool:
-    """Whether a point is on or below the line between a later block's point and an earlier block's."""
-    return (point[1] - after[1]) * (after[0] - before[0]) <= (before[1] - after[1]) * (after[0] - point[0])
+def _is_below(point: Seen, after: Seen, before: Seen) -> bool:
+    """Whether a moment is on or below the line between a later block's and an earlier block's."""
+    above = (before.n_bytes - after.n_bytes) * (after.block - point.block)
+    return (point.n_bytes - after.n_bytes) * (after.block - before.block) <= above
 
 
 class Courses(NamedTuple):
@@ -269,14 +270,14 @@ def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lamb
     every, which = [course[place] for course in courses.each], courses.which
     if len(every) == 1:
         seen = every[0]
-        sizes = [beside(one) + one.held.n_bytes for one in seen] if len(seen) > 1 else [0]
+        sizes = [beside(one) + one.n_bytes for one in seen] if len(seen) > 1 else [0]
         if set(map(type, sizes)) == {int}:
             return Highest((seen[max(range(len(sizes)), key=sizes.__getitem__)],), 0)
     if all(seen == every[0] for seen in every):
         every, which = every[:1], 0
     if all(len(seen) == 1 for seen in every):
         return Highest(tuple([one for one, *_ in every]), which)
-    alive = {one: beside(one) + one.held.n_bytes for one in dict.fromkeys(chain.from_iterable(every))}
+    alive = {one: beside(one) + one.n_bytes for one in dict.fromkeys(chain.from_iterable(every))}
     if all(isinstance(n_bytes, int) for n_bytes in alive.values()):
         return Highest(tuple([max(seen, key=alive.__getitem__) for seen in every]), which)
     import numpy as np  # noqa: PLC0415  a single job never needs it

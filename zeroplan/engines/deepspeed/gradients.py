@@ -27,8 +27,8 @@ class Plan(NamedTuple):
     """The settings on which the handling of gradients depends."""
 
     whole: Row
-    firsts: tuple[int, ...]
-    """First block of every run of equal blocks."""
+    kinds: tuple[int, ...]
+    """The kind of every block."""
     collects: bool
     """There is no ZeRO optimizer: every gradient stays until the backward ends (:func:`collects`)."""
     stage: int
@@ -102,12 +102,12 @@ def collects(recipe: RecipeSpec) -> bool:
     return recipe.zero_stage == 0 or (recipe.zero_stage == 1 and sums_in_fp32(recipe) and not offloads_optimizer(recipe))
 
 
-def plan_of(recipe: RecipeSpec, whole: Row, firsts: tuple[int, ...] = (), ranks: int = 1) -> Plan:
+def plan_of(recipe: RecipeSpec, whole: Row, kinds: tuple[int, ...] = (), ranks: int = 1) -> Plan:
     """Return how DeepSpeed handles these parameters' gradients under a recipe, shared by this many ranks."""
     options, gathers = recipe.deepspeed, collects(recipe)
     return Plan(
         whole=whole,
-        firsts=firsts,
+        kinds=kinds,
         collects=gathers,
         stage=recipe.zero_stage,
         element=widths(recipe.precision).compute,

@@ -4,7 +4,7 @@ The coordinator's hooks surround every module, with or without parameters. Sourc
 ``runtime/zero/parameter_offload.py`` and ``partitioned_param_coordinator.py``.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -126,10 +126,8 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
         return _trace_of_profile(whole, recomputed=recomputed)
     first, norm, head = _around(whole)
     lowest = _lowest_backward(whole, recomputed)
-    blocks = [_followed(whole, _modules(whole, block), at_input=block != lowest) for block in range(whole.n_blocks)]
     if linears_of_torch:
         head = head._replace(viewed=head.parameters)
-        blocks = [tuple(_with_linear_viewed(whole, module) for module in modules) for modules in blocks]
     every = len(whole.placed)
     root = _Module("", inside=(0, every))
     model = _Module("", inside=(0, every - _of_head(whole)))
@@ -138,8 +136,8 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
         first = (first[0]._replace(lent=True), *first[1:])
     roots = (root, root, root) if whole.model.adapter is not None else (root,)
     first, between = _around_the_tower(whole, first)
-    parts = _Parts(roots, model, first, between, blocks, norm, head)
-    return (*_forward_of(whole, parts, recomputed), *_backward_of(whole, parts, recomputed, lowest))
+    parts = _Parts(roots, model, first, between, _Blocks(whole, recomputed, lowest, linears_of_torch), norm, head)
+    return (*_forward_of(whole, parts), *_backward_of(whole, parts))
 
 
 class _Parts(NamedTuple):
@@ -151,27 +149,69 @@ class _Parts(NamedTuple):
     first: tuple[_Module, ...]
     between: Mapping[int, tuple[_Module, ...]]
     """Modules that run before a block."""
-    blocks: Sequence[tuple[_Module, ...]]
+    blocks: "_Blocks"
     norm: _Module
     head: _Module
 
 
-def _forward_of(whole: Row, parts: _Parts, recomputed: int) -> list[Step]:
+class _Blocks:
+    """The steps of every block. Blocks of one kind run the same modules, whose parameters have other indices."""
+
+    def __init__(self, whole: Row, recomputed: int, lowest: int, linears_of_torch: bool) -> None:  # noqa: FBT001  as in a key
+        self.whole, self.recomputed, self.lowest, self.linears_of_torch = whole, recomputed, lowest, linears_of_torch
+        self._kinds = runs_in_order(whole.model)
+        self._known = dict[tuple[int | bool | str, ...], tuple[int, list[Step]]]()
+
+    def steps(self, direction: str, block: int) -> list[Step]:
+        """Return the steps of a block, forward or backward."""
+        begins = _inside(self.whole)[block][0][0]
+        kind = direction, self._kinds[block], block < self.recomputed, block == self.lowest
+        if kind not in self._known:
+            self._known[kind] = begins, self._of_one(direction, block)
+        first, steps = self._known[kind]
+        return [_moved(step, block, begins - first) for step in steps] if begins != first else steps
+
+    def _of_one(self, direction: str, block: int) -> list[Step]:
+        modules = _followed(self.whole, _modules(self.whole, block), at_input=block != self.lowest)
+        if self.linears_of_torch:
+            modules = tuple([_with_linear_viewed(self.whole, module) for module in modules])
+        if direction == FORWARD:
+            return _forward(modules, block, again=block < self.recomputed)
+        return _backward(self.whole, modules, block, recomputed=self.recomputed)
+
+
+def _moved(step: Step, block: int, by: int) -> Step:
+    """Return the same step of another block, whose parameters come ``by`` places later."""
+    direction, parameters, _, made, frees, (low, high), leaf, name, in_graph = step
+    moved = tuple([
+        Freed(_later(freed.parameters, by), freed.leaf, _later(freed.saved, by), freed.dropped, freed.name) for freed in frees
+    ])  # fmt: skip
+    inside = (low + by, high + by) if high else (0, 0)
+    return Step(direction, _later(parameters, by), block, made, moved, inside, leaf, name, _later(in_graph, by))
+
+
+def _later(indices: tuple[int, ...], by: int) -> tuple[int, ...]:
+    return tuple([index + by for index in indices]) if indices else ()
+
+
+def _forward_of(whole: Row, parts: _Parts) -> list[Step]:
     n_blocks, model = whole.n_blocks, parts.model
     steps = [_begun(FORWARD, module, -1) for module in (*parts.roots, model)]
     steps += _forward(parts.first, -1)
-    for block, modules in enumerate(parts.blocks):
+    for block in range(n_blocks):
         steps += _forward(parts.between.get(block, ()), -1)
         if block == whole.model.tower_layers:
             steps += [_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)
-        steps += _forward(modules, block, again=block < recomputed)
+        steps += parts.blocks.steps(FORWARD, block)
     steps += _forward((parts.norm,), n_blocks)
     steps[-1] = steps[-1]._replace(frees=(*steps[-1].frees, _freed(model))) if model.borrows else steps[-1]
     return steps + _forward((parts.head,), n_blocks)
 
 
-def _backward_of(whole: Row, parts: _Parts, recomputed: int, lowest: int) -> list[Step]:
-    n_blocks, first, between = whole.n_blocks, parts.first, parts.between
+def _backward_of(whole: Row, parts: _Parts) -> list[Step]:
+    n_blocks, first, between, recomputed, lowest = (
+        whole.n_blocks, parts.first, parts.between, parts.blocks.recomputed, parts.blocks.lowest
+    )  # fmt: skip
     steps = [*(_begun(BACKWARD, module, n_blocks) for module in parts.roots), _alone(BACKWARD, parts.head, n_blocks, 1)]
     steps += [_begun(BACKWARD, parts.model, n_blocks)._replace(made=1), _alone(BACKWARD, parts.norm, n_blocks, 2)]
     unreached = without_backward(whole.model, recomputed=bool(recomputed))
@@ -179,7 +219,7 @@ def _backward_of(whole: Row, parts: _Parts, recomputed: int, lowest: int) -> lis
         first = tuple(module for module in first if not _of_frozen_images(whole, module))
         between = {at: tuple(one for one in some if not _of_frozen_images(whole, one)) for at, some in between.items()}
     for block in range(n_blocks - 1, max(lowest, 0) - 1, -1):
-        steps += _backward(whole, parts.blocks[block], block, recomputed=recomputed) if block >= unreached else []
+        steps += parts.blocks.steps(BACKWARD, block) if block >= unreached else []
         steps += [_begun(BACKWARD, module, -1) for module in reversed(between.get(block, ()))]
     if lowest >= 0:
         return steps  # autograd does not track the embedding's output

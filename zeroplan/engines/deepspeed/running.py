@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from zeroplan.engines.formulas import total_formula
-from zeroplan.engines.passes import Passes, RunPass
+from zeroplan.engines.passes import KindPass, Passes
 from zeroplan.engines.sources import FLOWING
 from zeroplan.ledger import Kind, Line, Role, total_bytes
 from zeroplan.numeric import Int
@@ -35,11 +35,11 @@ def running_size(these: Passes, block: int, made: int) -> Int:
     return total_bytes(_alive_now(these, block, made))
 
 
-def points_of_kinds(run: RunPass) -> Iterator[tuple[BackwardPoint, ...]]:
-    """Yield the points of a block's backward, separately for each kind of block (:func:`_kinds`)."""
-    points = run.block.points
-    for kind in _kinds(tuple([point.gradients for point in points])):
-        yield points[kind.start : kind.stop]
+def points_of_masks(one: KindPass) -> Iterator[tuple[BackwardPoint, ...]]:
+    """Yield the points of a block's backward, separately with and without a mask (:func:`_masks`)."""
+    points = one.block.points
+    for some in _masks(tuple([point.gradients for point in points])):
+        yield points[some.start : some.stop]
 
 
 def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
@@ -49,8 +49,7 @@ def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     blocks only a profile knows them.
     """
     head = these.head
-    of_block = (run.block.handed for run in these.runs if block < run.first + run.n_blocks)
-    arrivals = head.handed_below if block < 0 else next(of_block, head.handed)
+    arrivals = head.handed_below if block < 0 else head.handed if block == these.n_blocks else these.of(block).block.handed
     if arrivals:
         return next((one.lines for one in arrivals if made <= one.gradients), arrivals[-1].lines)
     flow = Line(_FLOWING, these.head.hidden_bytes, "", _FLOW)
@@ -70,25 +69,23 @@ def _left_of_head(these: Passes, *, with_norm: bool) -> tuple[Line, ...]:
     return tuple([line for line in saved if line.tag != HEAD_INPUT and not (with_norm and line.tag.role is Role.NORMALISED)])
 
 
-GradientCounts = tuple[tuple[int, str, tuple[int, ...]], ...]
-"""For each run: the block after its last, its kind, and the elements of a block's gradients made when autograd delivers each
-weight's."""
+GradientCounts = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""The kind of each block; and for each kind the elements of a block's gradients made when autograd delivers each weight's."""
 
 
 def gradient_counts(these: Passes) -> GradientCounts:
     """Return the counts that locate a number of gradients within a block."""
-    return tuple(
-        [(run.first + run.n_blocks, run.kind, tuple([one.gradients for one in run.block.handed])) for run in these.runs]
-    )
+    return these.order.of_block, tuple([tuple([arrival.gradients for arrival in one.block.handed]) for one in these.kinds])
 
 
-def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[str | int, ...]:
+def place_in_block(counts: GradientCounts, block: int, made: int) -> tuple[int, ...]:
     """Return the kind, the index of the block's next gradients, and whether they have just come; outside blocks the position."""
-    if not 0 <= block < counts[-1][0]:
+    of_block, of_kinds = counts
+    if not 0 <= block < len(of_block):
         return (block,)
-    kind, gradients = next((kind, arrivals) for end, kind, arrivals in counts if block < end)
+    gradients = of_kinds[of_block[block]]
     at = min(bisect_left(gradients, made), len(gradients) - 1)
-    return kind, at, made == gradients[at]
+    return of_block[block], at, made == gradients[at]
 
 
 def _sum_of(lines: tuple[Line, ...]) -> str:
@@ -96,10 +93,10 @@ def _sum_of(lines: tuple[Line, ...]) -> str:
 
 
 @lru_cache(maxsize=256)
-def _kinds(gradients: tuple[int, ...]) -> tuple[range, ...]:
-    """Return the points of each kind of block: a column of batches may have two kinds, with and without a mask.
+def _masks(gradients: tuple[int, ...]) -> tuple[range, ...]:
+    """Return the points with a mask and those without: a column of batches may have both, one after the other.
 
-    Their points are consecutive. For a batch of one kind, the lines of the other are 0.
+    For a batch of the one, the lines of the other are 0.
     """
     if not gradients:  # frozen blocks without a backward
         return ()

@@ -30,7 +30,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
-from zeroplan.trace import Entry, Moments, entry_of
+from zeroplan.trace import Moments, entry_of
 from zeroplan.transformer.params import trained_layout
 
 ZEROS = f"{STAGE12}, initialize_optimizer_states"
@@ -59,25 +59,22 @@ def partitioned_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch:
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     persistent = (flat, *frozen, *here, *left, *way_back(job), *buffers_and_pixels(model, recipe, batch))
     training = trained(job, impl, these, persistent, () if offloads else temporary)
-    start = beside(_init(job, (flat, here[0], *frozen)), left)
+    moments = Moments((*map(entry_of, beside(_init(job, (flat, here[0], *frozen)), left)), *training))
     return Account(
         (*persistent, own_gradients(job)),
-        Moments((*map(entry_of, start), *training)),
+        moments,
         (*_all_reduce(job, batch), *_weight_gathers(job), *numbers_unsharded(recipe, job.n_ranks)),
         host=host_lines(job, updated, temporary),
         symbols=(*symbols(job, these), *host_symbols(job), *counted(*updated, *temporary)),
-        notes=(*_notes(job, start[0], training), *note(recipe)),
+        notes=(*_notes(job, moments), *note(recipe)),
         kept=kept_in_a_block(these),
     )
 
 
-def _notes(job: Job, laid_flat: Moment, later: tuple[Entry, ...]) -> tuple[str, ...]:
+def _notes(job: Job, moments: Moments) -> tuple[str, ...]:
     """Return a note if model and flat copy are the peak: DeepSpeed makes that copy on the GPU only if it fits."""
-    highest = laid_flat.total_bytes
-    if not job.recipe.deepspeed.flatten_on_accelerator or not isinstance(highest, int):
-        return ()
-    totals = (entry.total_bytes for entry in later)  # sizes in a grid are columns, which have no single peak
-    return () if any(not isinstance(total, int) or total > highest for total in totals) else (_FLAT_IS_THE_PEAK,)
+    is_peak = moments.highest_entry is moments.entries[0]
+    return (_FLAT_IS_THE_PEAK,) if is_peak and job.recipe.deepspeed.flatten_on_accelerator else ()
 
 
 def weights_of(job: Job) -> tuple[Line, ...]:

@@ -4,25 +4,28 @@ They are the points of the model's passes and the events of DeepSpeed's own prog
 gradients and activations together are highest.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 
-from zeroplan.engines.collecting import Event, groups_of, operators_below
-from zeroplan.engines.deepspeed.course import Courses, Held, Highest, Seen, courses_of, highest
+from zeroplan.engines.collecting import Event, operators_below
+from zeroplan.engines.deepspeed.course import Courses, Held, Seen, courses_of, highest
 from zeroplan.engines.deepspeed.gradients import distinct_micro_batches, plan_of
 from zeroplan.engines.deepspeed.muon import UPDATE
-from zeroplan.engines.deepspeed.running import points_of_kinds, running_lines, running_size
+from zeroplan.engines.deepspeed.running import points_of_masks, running_lines, running_size
 from zeroplan.engines.deepspeed.sources import STAGE12
 from zeroplan.engines.deepspeed.stage12_lines import Job, gradient_line, own_gradients
 from zeroplan.engines.deepspeed.wrappers import Around, wrapper_of
 from zeroplan.engines.formulas import product, sized, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
-from zeroplan.engines.passes import Below, Passes, RunPass, kept_bytes, moments_below, shared_at
-from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, head_elements, numel
+from zeroplan.engines.passes import Below, KindPass, Passes, kept_bytes, moments_below, shared_at
+from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, groups_of, has_tied_head, head_elements, numel
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
+from zeroplan.memo import Computed
 from zeroplan.numeric import Int, minimum
 from zeroplan.spec.recipe import OptimizerImpl
-from zeroplan.trace import Entry, Trace
+from zeroplan.trace import Entry, Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _BUCKETS = f"{STAGE12}, setup_buckets"
@@ -50,8 +53,6 @@ _COPIES: dict[Event, tuple[str, str]] = {
         f"{STAGE12}, set_norm_for_param_grad_in_gpu",
     ),
 }
-_FEW = 6
-"""With up to this many runs all are checked."""
 _COPY = ("copy of the bucket that is all-reduced", f"{STAGE12}, allreduce_bucket")
 
 
@@ -80,7 +81,10 @@ class Training(MicroBatch):
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         super().__init__(trace, job.recipe, these, job.whole)
         self.job, self.courses = job, _courses(job, these)
-        self._kept: dict[int, Int] = {}
+        self.kept = Computed[int, Int](lambda block: kept_bytes(these, max(block, 0)))
+        """The bytes that the blocks before one keep."""
+        self.just_made = Computed[int, Line](lambda elements: self.gradient(elements, "gradient just made"))
+        """The gradient of so many elements that is being made."""
 
     def run(self) -> None:
         """Run forward, backward, and the reductions during and after it."""
@@ -100,12 +104,13 @@ class Training(MicroBatch):
 
     def at_head(self) -> Iterator[Lines]:
         """Yield gradients that have reached their weights, the one being made, and a tied head's."""
-        points, run = self.these.head.points, len(self.these.runs)
+        points, head = self.these.head.points, len(self.these.kinds)
         made = tuple(map(self.of_head, points))
         received = received_before(made, _sizes(self.whole, self.these.n_blocks))
         for point, (_, current), count in zip(points, made, received, strict=True):
             waits = self.tied_waits(point) and not self.sums_by_itself(point)
-            yield self._around(highest(self.courses, ("between", run, count)).held, current, waits=waits)
+            held = held_lines(self.job, highest(self.courses, ("between", head, count)).held)
+            yield (*held, self.just_made[current], *(self.tied_head if waits else ()))
 
     def of_head(self, point: BackwardPoint) -> tuple[int, int]:
         """Return the same counts. A gradient that the loss accumulates itself counts as being made."""
@@ -114,72 +119,34 @@ class Training(MicroBatch):
         received = head_elements(self.whole) if self.recipe.loss == "fused" or point.place.at is At.HEAD else 0
         return 0 if has_tied_head(self.whole) else received, point.gradients
 
-    def _around(self, held: Held, current: int, *, waits: bool = True) -> Lines:
-        made = self.gradient(current, "gradient just made")
-        return (*held_lines(self.job, held), made, *(self.tied_head if waits else ()))
-
-    def runs_backward(self) -> Sequence[tuple[int, RunPass]]:
-        """All runs; if kinds alternate, for each kind the runs that are highest at some point of their backward.
-
-        At a point, runs of a kind differ in the activations of earlier blocks and in the gradients in buckets. The allocator
-        has a pool for each stream, so the runs that are highest on one stream stay, too. So do runs at both ends: one has most
-        activations, the other most gradients, which the reserve's band needs.
-        """
-        runs = tuple(enumerate(self.these.runs))
-        if len(runs) <= _FEW:
-            return runs
-        sizes: dict[tuple[str, int], list[tuple[int, tuple[Int, ...]]]] = {}
-        for index, run in runs:
-            for point, size in enumerate(self._at_points(index, run)):
-                sizes.setdefault((run.kind, point), []).append((index, size))
-        chosen = {index for index, _ in (*runs[: _FEW // 2], *runs[-_FEW // 2 :])}
-        for alike in sizes.values():
-            indexes, of_streams = zip(*alike, strict=True)
-            for size in zip(*of_streams, strict=True):
-                chosen.update(indexes[at] for at in _highest_among(size))
-        return tuple([each for each in runs if each[0] in chosen])
-
-    def _at_points(self, index: int, run: RunPass) -> Iterator[tuple[Int, ...]]:
-        """Yield the live bytes, without the point's own lines, at each point of a run's last block and the one before. [bytes]
-
-        They are those of both streams, of the compute stream and of the stream of the reductions.
-        """
-        kept = self.kept(run.first + run.n_blocks - 1)
-        counts = [count for _, count in self._received(run)]
-        for count in counts:
-            yield _by_stream(kept, highest(self.courses, ("between", index, count)).held)
-        for count in counts if run.n_blocks > 1 else ():
-            seen = self._seen_before(index, count)
-            yield _by_stream(seen.of(lambda one: self.kept(one.block)), seen.held)
-
-    def kept(self, block: int) -> Int:
-        """Return the bytes that the blocks before one keep, cached because many points need them. [bytes]"""
-        if block not in self._kept:
-            self._kept[block] = kept_bytes(self.these, block)
-        return self._kept[block]
-
-    def _seen_before(self, index: int, count: int) -> Highest:
-        """Return the peak in a run's blocks before its last, after this many of their gradients have arrived."""
-        return highest(self.courses, ("before", index, count), lambda seen: self.kept(seen.block))
-
-    def in_last_block(self, index: int, run: RunPass) -> Iterator[Lines]:
+    def in_last_block(self, one: KindPass) -> Iterator[Lines]:
         """Yield gradients that have reached their weights, and the one being made."""
-        for point, count in self._received(run):
-            yield self._around(highest(self.courses, ("between", index, count)).held, point.current_gradient)
+        for points, count in self._received(one):
+            held = held_lines(self.job, highest(self.courses, ("between", self._index(one), count)).held)
+            for point in points:
+                yield (*held, self.just_made[point.current_gradient], *self.tied_head)
 
-    def before_last_block(self, index: int, run: RunPass) -> None:
-        """Write each point in the earlier block of the run with most live bytes then."""
-        trace = self.trace
-        for point, count in self._received(run):
-            seen = self._seen_before(index, count)
+    def before_last_block(self, one: KindPass) -> None:
+        """Write each point in the earlier block of the kind with most live bytes then."""
+        trace, index = self.trace, self._index(one)
+        for points, count in self._received(one):
+            seen = highest(self.courses, ("before", index, count), lambda seen: self.kept[seen.block])
+            held = held_lines(self.job, seen.held)
             trace.hold("kept", *seen.lines(lambda one: self.kept_before(one.block)))
-            trace.at(f"backward of a block before the last: {point.name}", Phase.BACKWARD)
-            trace.pass_by(*point.lines, *self._around(seen.held, point.current_gradient))
+            inside = [(point.name, (point.lines, held, (self.just_made[point.current_gradient], *self.tied_head)))
+                      for point in points]  # fmt: skip
+            trace.pass_through(Inside(inside), "backward of a block before the last", Phase.BACKWARD)
 
-    def _received(self, run: RunPass) -> Iterator[tuple[BackwardPoint, int]]:
-        for kind in points_of_kinds(run):
-            points = tuple([(point.gradients, point.current_gradient) for point in kind])
-            yield from zip(kind, received_before(points, _sizes(self.whole, run.first)), strict=True)
+    def _index(self, one: KindPass) -> int:
+        return self.these.order.of_block[one.last]
+
+    def _received(self, one: KindPass) -> Iterator[tuple[tuple[BackwardPoint, ...], int]]:
+        """Yield the points of a block's backward, and how many groups of its gradients DeepSpeed has received by then."""
+        for some in points_of_masks(one):
+            made = tuple([(point.gradients, point.current_gradient) for point in some])
+            counts = received_before(made, _sizes(self.whole, one.last))
+            for count, points in groupby(zip(counts, some, strict=True), key=itemgetter(0)):
+                yield tuple([point for _, point in points]), count
 
     def below_blocks(self) -> list[tuple[Below, Lines]]:
         """Return each moment below the blocks with its gradients, and those that have reached their weights."""
@@ -194,13 +161,14 @@ class Training(MicroBatch):
         """Write the arrivals of gradients and the reductions of buckets."""
         trace, these = self.trace, self.these
 
+        kept, running = self.kept, Computed[tuple[int, int], Int](self._running)
+
         def alive(seen: Seen) -> Int:
-            activations = self.kept(max(seen.block, 0)) + running_size(these, seen.block, seen.made)
-            return activations + total_bytes(self._tied_until(seen))
+            return kept[seen.block] + running[seen.kind, seen.made]
 
         def lines(seen: Seen) -> Lines:
             kept, running = self.kept_before(max(seen.block, 0)), running_lines(these, seen.block, seen.made)
-            return (*shared_at(these, seen.block), *kept, *running, *self._tied_until(seen))
+            return (*shared_at(these, seen.block), *kept, *running, *self._tied_until(seen.block, seen.made))
 
         trace.drop("shared")
         for event, name in _DURING.items():
@@ -209,11 +177,18 @@ class Training(MicroBatch):
                 trace.at(name, Phase.BACKWARD)
                 trace.pass_by(*seen.lines(lines), *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)))
 
-    def _tied_until(self, seen: Seen) -> Lines:
+    def _running(self, place: tuple[int, int]) -> Int:
+        """Return what is alive in the running block, which is the same in all blocks of a kind. [bytes]"""
+        kind, made = place
+        inside = 0 <= kind < len(self.these.kinds)
+        block = self.these.kinds[kind].last if inside else -1 if kind < 0 else self.these.n_blocks
+        return running_size(self.these, block, made) + total_bytes(self._tied_until(block, made))
+
+    def _tied_until(self, block: int, made: int) -> Lines:
         """Return a tied head's gradient until the embedding's arrives, which is the last."""
-        if seen.block >= 0 or seen.made < self.these.below:
+        if block >= 0 or made < self.these.below:
             return self.tied_head
-        return tuple(line._replace(n_bytes=0, formula="0") for line in self.tied_head)
+        return tuple([line._replace(n_bytes=0, formula="0") for line in self.tied_head])
 
     def _after(self) -> None:
         for event, name in _AFTER.items():
@@ -230,21 +205,6 @@ class Training(MicroBatch):
         reason = "temporaries of the update of the next matrix"
         following = sized(Kind.OPTIMIZER_TEMPORARY, 1, held.copy, reason, UPDATE)
         return (*held_lines(self.job, held._replace(copy=0, cast=0)), made, following)
-
-
-def _by_stream(kept: Int, held: Held) -> tuple[Int, Int, Int]:
-    """Return the live bytes on both streams, on the compute stream, and on that of the reductions. [bytes]"""
-    computing, reducing = kept + held.gradients + held.cast + held.own + held.earlier, held.buckets + held.copy
-    return computing + reducing, computing, reducing
-
-
-def _highest_among(sizes: Sequence[Int]) -> set[int]:
-    """Return the index of the largest size; of columns the index of the largest of every job."""
-    if set(map(type, sizes)) == {int}:
-        return {sizes.index(max(sizes))}
-    import numpy as np  # noqa: PLC0415  a single job never needs it
-
-    return set(np.stack(np.broadcast_arrays(*sizes)).argmax(axis=0).ravel().tolist())
 
 
 @lru_cache(maxsize=4096)
@@ -273,7 +233,7 @@ def _sizes(whole: Row, block: int) -> tuple[int, ...]:
 
 
 def _courses(job: Job, these: Passes) -> Courses:
-    plan = plan_of(job.recipe, job.whole, tuple([run.first for run in these.runs]))
+    plan = plan_of(job.recipe, job.whole, these.order.of_block)
     ranks = 1 if plan.collects else job.n_ranks  # the shard does not matter then
     return courses_of(plan, ranks, minimum(job.micro_batches, distinct_micro_batches(plan.stage, overlaps=plan.overlaps)))
 

@@ -65,10 +65,10 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     step = tuple(moment.beside((*states, bucket_line(job), *second)) for moment in steps[:-1])
     step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
     training = (*trace.finished(), *map(entry_of, step))
-    start = beside(construction_moments(job, states), (*left, *beside_shards))
+    moments = Moments((*map(entry_of, beside(construction_moments(job, states), (*left, *beside_shards))), *training))
     return Account(
         (*states, bucket_line(job), persistent_line(job)),
-        Moments((*map(entry_of, start), *training)),
+        moments,
         collectives(job, batch),
         host=host_lines(job, everything, temporaries),
         symbols=(*_symbols(job, impl), *host_symbols(job), *kept_symbols(these), *counted(*everything, *temporaries)),
@@ -77,7 +77,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
             *note(recipe),
             *note_on_nvme(recipe),
             *((_PACKED_STAY,) if model.is_quantised else ()),
-            *_bound(model, these, training),
+            *_bound(model, these, moments),
         ),
         nvme=tuple(nvme_lines(job)),
         kept=kept_in_a_block(these),
@@ -120,16 +120,13 @@ _FROZEN_BOUND = (
 )
 
 
-def _bound(model: ModelSpec, these: Passes, moments: tuple[Entry, ...]) -> tuple[str, ...]:
+def _bound(model: ModelSpec, these: Passes, moments: Moments) -> tuple[str, ...]:
     """Return a note if the peak is only an upper bound, because it depends on set iteration or on the order of gathers."""
-    keeps_nothing = model.frozen is not None and any(not run.kept for run in these.runs)
-    totals = list[int]()
-    for moment in moments if model.moe or keeps_nothing else ():
-        total = moment.total_bytes
-        if not isinstance(total, int):  # of a grid
-            return ()
-        totals.append(total)
-    if not totals or moments[totals.index(max(totals))].phase is not Phase.FORWARD:
+    keeps_nothing = model.frozen is not None and any(not one.kept for one in these.kinds)
+    if not (model.moe or keeps_nothing):
+        return ()
+    highest = moments.highest_entry
+    if highest is None or highest.phase is not Phase.FORWARD:
         return ()
     return (_FROZEN_BOUND,) if keeps_nothing else (_UPPER_BOUND,)
 

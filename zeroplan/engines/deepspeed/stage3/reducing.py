@@ -33,7 +33,7 @@ def highest_flushes(
     Earlier ones have as many activations in the running block, and more kept by the blocks before.
     """
     chosen: list[tuple[Flush, int]] = []
-    heaviest: dict[tuple[str | int, ...], int] = {}
+    heaviest: dict[tuple[int, ...], int] = {}
     for index in range(len(buckets.flushes) - 1, 0, -1):
         flush = buckets.flushes[index]
         held = _gathered_at(trace, flush)

@@ -16,8 +16,8 @@ from zeroplan.engines.deepspeed.stage3.reducing import flush_memory, highest_flu
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.passes import (
+    KindPass,
     Passes,
-    RunPass,
     checkpoint_beside,
     flowing_at_embedding,
     kept_before,
@@ -25,7 +25,7 @@ from zeroplan.engines.passes import (
     operators_of,
     shared_at,
 )
-from zeroplan.engines.rows import embedding_elements, embedding_symbol, has_tied_head
+from zeroplan.engines.rows import blocks_with_frozen, embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Phase
 from zeroplan.trace import Trace
@@ -48,19 +48,17 @@ class Training:
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
-        runs = tuple([(run.kind, run.first, run.n_blocks) for run in these.runs])
-        self._alike = _blocks_alike(runs, apart=swaps_optimizer(job.recipe))  # gradients that stay grow from run to run
 
     def run(self) -> None:
         """Run forward, loss and head backward, the blocks with their buckets, and the end."""
         self.forward()
         self.head_backward()
-        for run in self.these.runs:
-            self.trace.hold("checkpoint", *checkpoint_beside(run))
-            if self._is_frozen(run):
-                self.frozen_block_backward(run)
-            elif run.first + run.n_blocks - 1 == self._alike[run.first][-1]:
-                self.block_backward(run)
+        for one in reversed(self.these.rising):
+            self.trace.hold("checkpoint", *checkpoint_beside(one))
+            if one.last in blocks_with_frozen(self.job.every):
+                self.frozen_block_backward(one)
+            else:
+                self.block_backward(one)
         self.trace.hold("checkpoint")
         self.reduce_buckets()
         self.end_of_backward()
@@ -86,17 +84,15 @@ class Training:
             self._at("forward before the blocks", phase, held.first, head.looked_up)
         trace.hold("shared", *head.shared)
         trace.hold("by name", *head.forward, *head.first_input)
-        for run in these.runs:
-            own = run.block.forward if run.recompute == "none" else run.block.forward_recompute
-            for block, elements in _highest_forward(held, run.first, run.n_blocks):
+        for one in these.rising:
+            own = one.block.forward if one.recompute == "none" else one.block.forward_recompute
+            for block, elements in _highest_forward(held, one.blocks):
                 self._enter(block)
-                self._at("forward of a block", phase, elements, (*run.block.entered, *run.kept, *own))
-            experts = (
-                _highest_forward(held, run.first, run.n_blocks, with_experts=False) if held.before_experts[run.first] else ()
-            )
+                self._at("forward of a block", phase, elements, (*one.block.entered, *one.kept, *own))
+            experts = _highest_forward(held, one.blocks, before_experts=True) if held.before_experts[one.last] else ()
             for block, elements in experts:
                 self._enter(block)
-                self._at("experts gathered for their forward", phase, elements, run.block.before_experts)
+                self._at("experts gathered for their forward", phase, elements, one.block.before_experts)
         self._enter(these.n_blocks)
         for lines in head.norm_forward:
             self._at("forward of the final norm", phase, held.norm_forward, lines)
@@ -148,14 +144,11 @@ class Training:
 
     # --- blocks, backward ---------------------------------------------------------------------------------------------------
 
-    def _is_frozen(self, run: RunPass) -> bool:
-        return any(each.parameter.frozen for each in self.job.every.placed if each.block == run.first)
-
-    def frozen_block_backward(self, run: RunPass) -> None:
+    def frozen_block_backward(self, one: KindPass) -> None:
         """Write each point of blocks with frozen weights."""
-        for point in run.block.points:
+        for point in one.block.points:
             current = point.current_gradient
-            for block, held, gathering in highest_places(self.gathered, run.first, run.n_blocks, point.place, current):
+            for block, held, gathering in highest_places(self.gathered, one.blocks, point.place, current):
                 self._enter(block)
                 around = (*self._waiting(block, point), *self.tied)
                 name = f"backward of a block: {point.name}"
@@ -163,40 +156,44 @@ class Training:
                 if gathering > held:
                     self._at(f"gathered for the {name}", Phase.BACKWARD, gathering, (*around, *point.before))
 
-    def block_backward(self, run: RunPass) -> None:
+    def block_backward(self, one: KindPass) -> None:
         """Write each point, and the gather of the experts before their first point."""
-        experts = next((point.gradients for point in run.block.points if point.place.at is At.WEIGHTING), None)
-        for point in run.block.points:
+        experts = next((point.gradients for point in one.block.points if point.place.at is At.WEIGHTING), None)
+        for point in one.block.points:
             before = point.gradients - point.current_gradient
             weighting = point.place.at is At.WEIGHTING
             place = point.gradients, point.current_gradient, weighting, before == experts
-            for block, held in self._highest(run, place, point):
+            for block, held in self._highest(one, place, point):
                 self._enter(block)
                 beside = (*self._waiting(block, point), *self.tied, *staying_lines(self.job, block, before))
                 self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
             if weighting:
-                self._gather_experts(run, point)
+                self._gather_experts(one, point)
 
-    def _highest(self, run: RunPass, at: _Place, point: BackwardPoint) -> _Highest:
-        """Return the blocks of the run's kind with most gathered, including gradients that wait outside a bucket.
-
-        If gradients stay on the GPU, also the first block: gradients grow towards it, block by block, as activations shrink.
-        """
-        blocks, backward = self._alike[run.first], self.gathered.backward
-        first = blocks[0]
+    def _highest(self, one: KindPass, at: _Place, point: BackwardPoint) -> _Highest:
+        """Return the blocks of a kind with most gathered, including gradients that wait outside a bucket."""
+        blocks, backward = one.blocks, self.gathered.backward
         if self.job.recipe.deepspeed.contiguous_gradients:
-            found = _highest_blocks(self.gathered, blocks, at)
-        else:
-            most = rising(blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
-            found = tuple((block, _held(backward[block], *at)) for block, _ in most)
-        if not swaps_optimizer(self.job.recipe) or found[-1][0] == first:
-            return found
-        return (*found, (first, _held(backward[first], *at)))
+            return self._with_ends(one, _highest_blocks(self.gathered, blocks, at), at)
+        most = rising(blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
+        return self._with_ends(one, tuple((block, _held(backward[block], *at)) for block, _ in most), at)
 
-    def _gather_experts(self, run: RunPass, first: BackwardPoint) -> None:
+    def _with_ends(self, one: KindPass, found: _Highest, at: _Place) -> _Highest:
+        """Add both ends of every stretch of equal blocks if gradients stay on the GPU.
+
+        Along a stretch they grow evenly towards the first block, as activations shrink.
+        """
+        if not swaps_optimizer(self.job.recipe):
+            return found
+        ends = self.these.order.ends[self.these.order.of_block[one.last]]
+        every = {block: _held(self.gathered.backward[block], *at) for block in ends} | dict(found)
+        return tuple(sorted(every.items(), reverse=True))
+
+    def _gather_experts(self, one: KindPass, first: BackwardPoint) -> None:
         """Write the gather of experts for their backward, before its ``first`` point has made anything."""
         made = first.gradients
-        for block, held in _highest_blocks(self.gathered, self._alike[run.first], (made, _GATHERING, True, True)):
+        at = made, _GATHERING, True, True
+        for block, held in self._with_ends(one, _highest_blocks(self.gathered, one.blocks, at), at):
             waits = self._waiting(block, _NOWHERE._replace(gradients=made))
             self._enter(block)
             beside = (*waits, *self.tied, *staying_lines(self.job, block, made))
@@ -254,26 +251,14 @@ class Training:
 
 
 @lru_cache(maxsize=256)
-def _highest_forward(gathered: Gathered, first: int, n_blocks: int, *, with_experts: bool = True) -> _Highest:
-    most = gathered.forward if with_experts else gathered.before_experts
-    return rising(range(first, first + n_blocks), lambda block: most[block])
+def _highest_forward(gathered: Gathered, blocks: tuple[int, ...], *, before_experts: bool = False) -> _Highest:
+    most = gathered.before_experts if before_experts else gathered.forward
+    return rising(blocks, most.__getitem__)
 
 
 @lru_cache(maxsize=4096)
 def _highest_blocks(gathered: Gathered, blocks: tuple[int, ...], at: _Place) -> _Highest:
     return rising(blocks, lambda block: _held(gathered.backward[block], *at))
-
-
-@lru_cache(maxsize=256)
-def _blocks_alike(runs: tuple[tuple[str, int, int], ...], *, apart: bool) -> dict[int, tuple[int, ...]]:
-    """Return by each run's first block all blocks of its kind, or of the run alone (``apart``), in their order.
-
-    ``runs``: kind, first block and number of each.
-    """
-    blocks: dict[str, tuple[int, ...]] = {}
-    for kind, first, count in runs:
-        blocks[kind] = (*blocks.get(kind, ()), *range(first, first + count))
-    return {first: tuple(range(first, first + count)) if apart else blocks[kind] for kind, first, count in runs}
 
 
 def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
