@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from zeroplan.catalog.config_rest import config_keys
-from zeroplan.spec.family import PLAIN_HEADS, WINDOWED_FAMILIES, WITHOUT_SDPA
+from zeroplan.spec.family import PLAIN_HEADS, WITHOUT_SDPA
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute
@@ -22,17 +21,6 @@ from zeroplan.verify.training.causal_model import config, register_causal_classe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-#: Families whose config is made as for a measurement.
-MEASURED = (
-    "qwen3_moe", "qwen3_next", "deepseek_v3", "gpt_oss", "seed_oss", "smollm3", "hunyuan_v1_dense", "exaone4", "olmoe",
-    "gemma", "glm", "starcoder2", "cohere", "cohere2", "minimax_m2", "qwen3_5_text", "qwen3_5_moe_text", "glm4_moe", "dots1",
-    "qwen2_moe", "glm4_moe_lite", "ministral3", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
-    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text", "arcee", "deepseek_v2",
-    "deepseek_v32", "glm_moe_dsa", "mistral4", "solar_open", "cwm", "jais2", "helium", "stablelm", "hy_v3", "lfm2", "lfm2_moe",
-    "apertus", "falcon", "olmo3", "minimax", "kimi_linear", "exaone_moe", "olmo_hybrid", "internlm3", "youtu",
-)  # fmt: skip
-
 
 #: Longer than any sequence here; classes that always have a window do not accept None.
 NO_WINDOW = 4096
@@ -105,47 +93,8 @@ def weight_dtype(compute: Compute) -> torch.dtype:
 
 
 def _config(spec: ModelSpec, layers: int) -> PreTrainedConfig:
-    if spec.family in MEASURED:
-        return AutoConfig.for_model(**config(replace(spec, num_hidden_layers=layers)))
-    common = {
-        "num_hidden_layers": layers,
-        "num_attention_heads": spec.num_attention_heads,
-        "hidden_size": spec.hidden_size,
-        "vocab_size": spec.vocab_size,
-        "max_position_embeddings": spec.max_position_embeddings,
-        "use_cache": False,
-        "tie_word_embeddings": spec.tie_word_embeddings,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    if spec.family == "gpt2":
-        no_dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-        own = {"n_inner": spec.intermediate_size, "activation_function": spec.activation}
-        return AutoConfig.for_model("gpt2", **own, **common, **no_dropout)
-    if spec.family in PLAIN_HEADS:
-        return AutoConfig.for_model(spec.family, **common, **_two_layer_mlp(spec))
-    rotary = {
-        "intermediate_size": spec.intermediate_size,
-        "num_key_value_heads": spec.num_key_value_heads,
-        "head_dim": spec.head_dim,
-        config_keys(spec.family).activation: spec.activation,
-    }
-    window = (
-        {"sliding_window": spec.sliding_window or NO_WINDOW} if spec.family in (*WINDOWED_FAMILIES, "qwen2", "qwen3") else {}
+    """The config that a measurement makes; classes that always have a window get one that no sequence fills."""
+    made = config(replace(spec, num_hidden_layers=layers))
+    return AutoConfig.for_model(
+        **{key: NO_WINDOW if key == "sliding_window" and value is None else value for key, value in made.items()}
     )
-    experts = {}
-    if spec.moe is not None:
-        experts = {"num_local_experts": spec.moe.num_experts, "num_experts_per_tok": spec.moe.num_experts_per_tok}
-    return AutoConfig.for_model(spec.family, **common, **rotary, **window, **experts)
-
-
-def _two_layer_mlp(spec: ModelSpec) -> dict[str, object]:
-    """Config keys of GPT-NeoX, OPT and BLOOM, without dropout."""
-    if spec.family == "opt":
-        own = {"ffn_dim": spec.intermediate_size, "activation_function": spec.activation}
-        return own | {"word_embed_proj_dim": spec.hidden_size, "dropout": 0.0, "layerdrop": 0.0}
-    if spec.family == "bloom":
-        return {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    neox = {"hidden_act": spec.activation, "use_parallel_residual": spec.parallel_residual}
-    return {"intermediate_size": spec.intermediate_size, "hidden_dropout": 0.0, "attention_bias": spec.attention_bias, **neox}

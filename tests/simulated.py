@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import pickle
 import threading
 import warnings
 from concurrent.futures import ProcessPoolExecutor
@@ -28,7 +29,19 @@ P, T = ParamSpec("P"), TypeVar("T")
 
 def on_the_fake_gpu(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Call a module-level function with picklable arguments in the process with the fake GPU; return its result."""
-    return _process().submit(function, *args, **kwargs).result()
+    return _process().submit(_called, function, args, kwargs).result()
+
+
+def _called(function: Callable[..., T], args: tuple[object, ...], kwargs: dict[str, object]) -> T:
+    """Call the function there. An exception that cannot be pickled would end the process for all later tests: raise its text."""
+    try:
+        return function(*args, **kwargs)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))  # noqa: S301  made here
+        except Exception:  # noqa: BLE001  any class of a library
+            raise RuntimeError(repr(error)) from None
+        raise
 
 
 def simulate(job: JobSpec, **options: object) -> Measurement:

@@ -22,7 +22,7 @@ from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.errors import SpecError
 from zeroplan.spec import megatron, releases
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, ATTENTION, GROUPS, AdapterSpec
+from zeroplan.spec.adapter import GROUPS, AdapterSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     DISPATCHED_FAMILIES,
@@ -38,17 +38,18 @@ from zeroplan.spec.family import (
     TRAITS,
     WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
-    Activation,
+    modelled,
 )
 from zeroplan.spec.frozen import PARTS, FrozenSpec
 from zeroplan.spec.hardware import GpuSpec, SharesSpec
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.model import LinearSpec, MlaSpec, PerLayerSpec, lightning
-from zeroplan.spec.pipeline import PIPELINED, SPLIT
+from zeroplan.spec.pipeline import SPLIT
 from zeroplan.spec.profile import model_of
 from zeroplan.spec.recipe import ADAM, ON_PAPER, DeepSpeedOptions, Fsdp1Options, MegatronOptions
-from zeroplan.spec.split import SHARED_BESIDE_EXPERTS, SPLIT_FAMILIES
+from zeroplan.spec.split import split_families
+from zeroplan.spec.traits import ATTENTION, Activation
 from zeroplan.spec.vision import VisionSpec
 
 T = TypeVar("T")
@@ -224,12 +225,12 @@ def adapted(draw: Random) -> ModelSpec:
         rank=_about(draw, 1, 256), targets=",".join(names), quantize=quantize, dropout=draw.choice((False, False, True)),
         upcast=draw.choice(("all", "all", "norms", "none")),
     )  # fmt: skip
-    return replace(model(draw, ADAPTED_LIKE_LLAMA), adapter=adapter)
+    return replace(model(draw, modelled("adapters everywhere")), adapter=adapter)
 
 
 def partly_frozen(draw: Random) -> ModelSpec:
     """A model with frozen parts."""
-    one = model(draw, ADAPTED_LIKE_LLAMA)
+    one = model(draw, modelled("adapters everywhere"))
     parts = [part for part in PARTS if draw.choice((False, True))]
     if one.tie_word_embeddings and ("head" in parts) != ("embedding" in parts):
         parts = ["embedding", "head"]
@@ -662,8 +663,9 @@ def _split(draw: Random, engines: Sequence[str]) -> JobSpec:
 
 def _splittable(draw: Random, ways: Sequence[str], tp: int) -> ModelSpec:
     """A model that supports all of these kinds of parallelism."""
-    experts = SHARED_BESIDE_EXPERTS if {"tp", "cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
-    families = experts if "ep" in ways else SPLIT_FAMILIES if {"tp", "cp"} & {*ways} else PIPELINED
+    experts = split_families(with_experts=True) if {"tp", "cp", "pp"} & {*ways} else DISPATCHED_FAMILIES
+    dense = split_families(with_experts=False) if {"tp", "cp"} & {*ways} else modelled("pipeline")
+    families = experts if "ep" in ways else dense
     one = model(draw, families, ranks=tp)
     while "ep" in ways and one.moe is None:  # a pattern of layers may have no experts
         one = model(draw, families, ranks=tp)

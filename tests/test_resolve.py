@@ -77,7 +77,7 @@ TINY = ModelSpec(family="llama", hidden_size=64, intermediate_size=128, num_hidd
         (Request(params="7b", activations="megatron"), "engine 'paper'"),
         (Request(params="7b", engine="paper", sequence_parallel=True), "activation_model='megatron'"),
         (Request(profile=""), "--profile '' names no file; give the path of what `zeroplan profile` wrote"),
-        (Request(params="7b", from_file=""), "--from '' names no file; give the path of a set-up"),
+        (Request(params="7b", from_file=""), "--from '' names no file; give the path of a configuration file"),
     ],
 )
 def test_what_would_be_ignored_is_refused(request_: Request, says: str):
@@ -101,7 +101,7 @@ def test_treat_as_does_not_drop_the_config_of_a_job_file():
 def test_a_set_up_that_brings_its_deepspeed_configuration_stands_alone(tmp_path: Path):
     file = tmp_path / "own.json"
     file.write_text('{"zero_optimization": {"stage": 2}}')
-    said = r"--deepspeed-config beside DeepSpeed configuration '.*own.json', which brings its own; leave one of them out"
+    said = r"--deepspeed-config and DeepSpeed configuration '.*own.json' both configure DeepSpeed; leave one of them out"
     with pytest.raises(SpecError, match=said):
         resolve(Request(params="7b", from_file=str(file), deepspeed_config="other.json"))
 

@@ -220,7 +220,7 @@ def test_the_answer_is_one_screen_and_its_json_has_all_of_it(tmp_path: Path, cap
     assert max(map(len, lines)) <= COLUMNS
     for words in (
         "A step's peak, GiB",
-        "padded, as asked",
+        "padded: your flags",
         "--padding-free",
         "--packing --micro-batch 1",
         "--token-budget 2048",
@@ -231,7 +231,7 @@ def test_the_answer_is_one_screen_and_its_json_has_all_of_it(tmp_path: Path, cap
     assert own["batching"]["way"] == "padded"
     assert own["median_bytes"] <= own["of_90_in_100_bytes"] <= own["of_99_in_100_bytes"] <= own["highest_bytes"]
     assert len(others) == 3
-    assert "```text\n210 sequences of 729 tokens" in run("--markdown")[1]
+    assert "```text\n210 sequences: 729 tokens on average" in run("--markdown")[1]
 
 
 def test_ten_thousand_lengths_take_less_than_a_second() -> None:

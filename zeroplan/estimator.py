@@ -19,7 +19,6 @@ from zeroplan.numeric import Int, ceil_div, maximum
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import SETTINGS, AllocatorSettings, node_size
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.linear_kernels import PACKAGES
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, Engine, OptimizerImpl, RecipeSpec
@@ -597,7 +596,7 @@ def _linear_attention(job: JobSpec) -> tuple[str, ...]:
         return ()
     if job.model.family == "minimax":
         return _lightning_attention(job)
-    what, packages = "Mamba-2" if job.model.layer_pattern else "linear attention", PACKAGES.get(job.model.family)
+    what, packages = "Mamba-2" if job.model.layer_pattern else "linear attention", job.model.traits.kernels
     if job.recipe.linear_attention == "kernels":
         return (f"{what} is counted as the code of {packages} allocates; no run on a GPU has confirmed it",)
     others = packages or "mamba_ssm and causal-conv1d"

@@ -30,7 +30,7 @@ def _belonging(path: Path) -> str:
     from zeroplan.catalog.setups.reading import is_setup  # noqa: PLC0415  only an error pays for it
 
     try:
-        return f"job file {str(path)!r} is another program's set-up; give it to --from" if is_setup(path) else ""
+        return f"job file {str(path)!r} is another program's configuration file; give it to --from" if is_setup(path) else ""
     except SpecError:  # the caller reports unreadable files
         return ""
 

@@ -59,9 +59,9 @@ def test_changes_that_make_the_job_fit_come_first(run: Run, tmp_path: Path):
     code, out, _ = run(*asked)
     assert code == 0
     assert "does not fit NVIDIA H100" in out
-    assert "Single changes: those that make it fit on their own before the others" in out
+    assert "Single changes: first those that alone make the job fit, then the others." in out
     rows = [line for line in out.splitlines() if re.match(r" +[\d.]+ +[\d.]+   \w", line)]
-    assert {row[23:33].strip() for row in rows} <= {"fits", "tight", "too much"}
+    assert {row[23:33].strip() for row in rows} <= {"fits", "tight", "no fit"}
     assert {row[41] for row in rows} == {"%"}
     assert "fsdp_config.fsdp_activation_checkpointing: true" in out
     found = json.loads(run(*asked, "--json")[1])

@@ -31,7 +31,7 @@ def test_with_a_job_the_answer_names_the_request_its_moment_and_changes(run: Run
     code, out, err = run("diagnose", str(path), *job_flags)
     assert (code, err) == (0, "")
     assert "The request: gradient of the fp32 logits (logits and loss), 3.91 GiB" in out
-    assert "made in the backward, final norm, head and loss of the first step" in out
+    assert "when: in the backward of the first step, final norm, head and loss" in out
     assert "--recompute selective: recompute selectively" in out
     another = run("diagnose", str(path), *job_flags[:-1], "4096")[1]
     assert "No request of this job needs 3.91 GiB from the driver" in another
@@ -51,7 +51,7 @@ def test_the_setting_that_differs_from_the_run_is_found(run: Run):
     ran = json.loads(run("diagnose", _message("3.91 GiB", "11.00 GiB"), *job, "--micro-batch", "2", "--json")[1])
     said = _message("3.91 GiB", f"{ran['request']['live_bytes'] / 2**30:.2f} GiB")
     out = run("diagnose", said, *job)[1]
-    assert "With one of these settings the job would fail at such a request" in out
+    assert "With one of these settings the job would fail about as the message says" in out
     assert "\n  --micro-batch 2: " in out
 
 
@@ -65,7 +65,7 @@ def test_a_message_of_another_gpu_or_of_another_job_is_recognised(run: Run):
     job = ("--model", "llama-3.1-8b", "--gpus", "8", "--stage", "2", "--seq-len", "8192")
     assert "is not NVIDIA A10: check --gpu." in run("diagnose", _message("3.91 GiB", "75.33 GiB"), *job, "--gpu", "a10")[1]
     out = run("diagnose", _message("3.91 GiB", "75.87 GiB"), *job)[1]
-    assert "The message is what this job would say" in out
+    assert "The job that you described would print this message" in out
     longer = run("diagnose", _message("7.83 GiB", "70.00 GiB"), *job[:-1], "16384")[1]
     assert "This job would have run out earlier" in longer
 

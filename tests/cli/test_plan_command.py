@@ -41,8 +41,8 @@ TIGHT = ("plan", "--model", "gpt2-xl", "--gpu", "l4", "--gpus", "1", "--seq-len"
 
 def test_a_layout_that_leads_two_rankings_is_named_once(run: Run):
     tight = run(*TIGHT, "10")[1]
-    assert "\ntight: the cache and the margin do not fit as well" in tight
-    assert "\n  most careful: the fastest, too\n" in tight
+    assert "\ntight: the peak fits, but not with the allocator's cache and the margin" in tight
+    assert "\n  most careful: the same as fastest\n" in tight
 
 
 def test_memory_below_zero_is_called_tight():

@@ -74,7 +74,7 @@ def test_a_plan_can_be_calibrated_with_a_run_of_another_job(run: Run, tmp_path: 
     slower = (learnt.measured_s / learnt.estimated_s) ** learnt.carried
     assert after["best"]["step_s"] == pytest.approx(slower * plain["best"]["step_s"], rel=0.03)
     assert slower > 1.05
-    assert any("of this deviation is expected of other layouts" in note for note in after["notes"])
+    assert any("of this deviation, by published runs" in note for note in after["notes"])
 
 
 TITAN = """[titan] step:  1  loss: 12.2  grad_norm:  4.1  memory: 40.00GiB(50.53%)  tps: 310  tflops: 15.0  mfu: 1.5%

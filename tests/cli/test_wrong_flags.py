@@ -58,7 +58,7 @@ def test_a_file_in_the_wrong_place_is_answered_with_the_right_flag(run: Run, tmp
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 3}}')
     (tmp_path / "accelerate.yaml").write_text("distributed_type: FSDP\n")
     for name in ("ds.json", "accelerate.yaml"):
-        assert "another program's set-up; give it to --from" in run("estimate", str(tmp_path / name))[2]
+        assert "another program's configuration file; give it to --from" in run("estimate", str(tmp_path / name))[2]
     assert "a model is named with --model" in run("estimate", "llama-3.1-8b")[2]
     assert "--model" not in run("estimate", str(tmp_path / "job.toml"))[2]
 

@@ -66,8 +66,9 @@ def test_every_type_of_file_is_recognised_by_its_content(tmp_path: Path):
     card = Written()
     step(card, states=True)
     sorts = {
-        tmp_path / "job.toml": "job", written(tmp_path / "job.json", asdict(JOB)): "job", tmp_path / "accelerate.yaml": "set-up",
-        tmp_path / "titan.toml": "set-up", written(tmp_path / "answer.txt", answer()): "answer",
+        tmp_path / "job.toml": "job", written(tmp_path / "job.json", asdict(JOB)): "job",
+        tmp_path / "accelerate.yaml": "configuration file", tmp_path / "titan.toml": "configuration file",
+        written(tmp_path / "answer.txt", answer()): "answer",
         write_record(twin(), tmp_path): "record", card.to(tmp_path / "snapshot.bin"): "snapshot",
         trace(tmp_path / "trace.json"): "trace", trace(tmp_path / "trace.gz"): "trace",
         Path(shutil.copy(SAVED_RUN, tmp_path / "any")): "dry run",

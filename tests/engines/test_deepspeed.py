@@ -23,11 +23,11 @@ from zeroplan.engines.rows import row_as_held
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line, Moment, Phase, bytes_by_kind
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import Activation
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
+from zeroplan.spec.traits import Activation
 from zeroplan.trace import Moments, entry_of
 from zeroplan.transformer.params import parameter_count
 

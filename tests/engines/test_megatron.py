@@ -26,7 +26,7 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
-from zeroplan.transformer.megatron import cost_of, layer_lines
+from zeroplan.transformer.megatron import cost_of, layers_of
 from zeroplan.units import KIB, MIB
 
 GPT = ModelSpec(
@@ -41,6 +41,10 @@ def asked(*, model: ModelSpec = GPT, batch: BatchSpec = BATCH, mesh: dict[str, i
     return JobSpec(model=model, mesh=MeshSpec(**mesh), batch=batch, recipe=RecipeSpec(**said))
 
 
+def kept_bytes(one: JobSpec, kind: str) -> int:
+    return total_bytes(layers_of(one, (kind,)).kinds[kind].kept)
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_a_layer_of_a_gpt_is_korthikanti_s(*, recompute: str, sequence_parallel: bool) -> None:
@@ -50,7 +54,7 @@ def test_a_layer_of_a_gpt_is_korthikanti_s(*, recompute: str, sequence_parallel:
         published = split_layer_activation_bytes(
             micro_batch=2, seq_len=256, hidden=512, heads=8, tp=tp, sequence_parallel=sequence_parallel, recompute=recompute
         )
-        here = total_bytes(layer_lines(one, "dense"))
+        here = kept_bytes(one, "dense")
         assert here == (published // tp if recompute == "full" and sequence_parallel else published)
 
 
@@ -176,7 +180,7 @@ def test_a_layer_of_mamba_keeps_what_its_scan_reads_and_makes() -> None:
     """In 16 bits per token: input and output of the norm, the first matrix's output, and three tensors of the inner width."""
     one = JOBS["llama whose layers are a hybrid pattern"]
     inner, factors, heads, hidden = 2 * 4096 // 2, 2 * 8 * 128 // 2, 128 // 2, 4096
-    kept = total_bytes(layer_lines(one, "mamba"))
+    kept = kept_bytes(one, "mamba")
     assert kept == 2 * 256 * 2 * (2 * hidden + 2 * inner + factors + heads + 3 * inner)
 
 
@@ -253,7 +257,7 @@ def test_interleaving_keeps_as_much_as_the_paper_says(stages: int, pp: int) -> N
     """Korthikanti et al., section 4.2.3: L·(1 + (p - 1)/(p·m)) layers on the first rank, without the embedding's part."""
     schedule = {"pipeline_schedule": "interleaved-1f1b", "pipeline_stages_per_rank": stages} if pp > 1 else {}
     one = asked(mesh={"pp": pp, "tp": 2}, sequence_parallel=True, recompute="selective", **schedule)
-    layer = total_bytes(layer_lines(one, "dense"))
+    layer = kept_bytes(one, "dense")
     forward = estimate(one, pipeline_rank=0).moments[0]
     kept = next(line for line in forward.lines if "layers of a chunk keep, of" in line.reason)
     said = first_stage_activation_bytes(layer, layers=8, pipeline_stages=pp, interleave=stages if pp > 1 else 1)
@@ -502,7 +506,7 @@ def test_a_layer_in_fp8_keeps_a_byte_of_what_its_matrices_read(fp8_recipe: str, 
     """FP8 replaces the norms' outputs and the second matrix's input. Delayed scaling also copies attention's output."""
     own = MegatronOptions(fp8_format="hybrid", fp8_recipe=fp8_recipe)
     wide, narrow = asked(model=LLAMA, mesh={}), asked(model=LLAMA, mesh={}, megatron=own)
-    kept = [total_bytes(layer_lines(one, "dense")) for one in (wide, narrow)]
+    kept = [kept_bytes(one, "dense") for one in (wide, narrow)]
     tokens, hidden, width = 2 * 256, LLAMA.hidden_size, LLAMA.intermediate_size
     context = LLAMA.num_attention_heads * LLAMA.head_dim
     assert kept[0] - kept[1] == (2 - each) * tokens * (2 * hidden + width) - (fp8_recipe == "delayed") * tokens * context
@@ -585,7 +589,7 @@ def test_experts_before_core_0_13_keep_what_they_return(dispatcher: str) -> None
     options = MegatronOptions(moe_token_dispatcher_type=dispatcher, moe_aux_loss=False)
     now = asked(model=MIXTRAL, mesh={"dp_shard": 8, "ep": 8}, megatron=options)
     before = replace(now, recipe=replace(now.recipe, megatron=replace(options, core_release="0.12")))
-    kept = [total_bytes(layer_lines(one, "moe")) for one in (before, now)]
+    kept = [kept_bytes(one, "moe") for one in (before, now)]
     assert kept[0] - kept[1] == 2 * 2 * 256 * 2 * 4096
 
 

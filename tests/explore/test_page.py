@@ -420,7 +420,7 @@ def test_a_message_that_is_pasted_or_in_a_log_names_the_request_of_this_job_or_o
     moved(page, model="llama-3.1-8b", gpus="8", seq_len="8192", stage="2")
     page.fill("#message", OUT_OF_MEMORY)
     page.click("#explain")
-    page.locator("#why", has_text="it ran out as described").wait_for()
+    page.locator("#why", has_text="would print this message").wait_for()
     moved(page, seq_len="4096")
     (tmp_path / "train.log").write_text(f"step 1\n{OUT_OF_MEMORY}\n")
     page.set_input_files("#file", tmp_path / "train.log")

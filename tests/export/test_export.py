@@ -194,7 +194,7 @@ def test_the_fsdp2_script_trains(tmp_path: Path):
     one = job(config=str(tmp_path), gpus=1, stage=3, seq_len=16, grad_accum=2, recompute="selective", optimizer_impl="fused",
               sync_every_micro_batch=False)  # fmt: skip
     write(export(one, "fsdp2"), tmp_path, force=False)
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29517", "STEPS": "2",
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0", "STEPS": "2",
              "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}  # fmt: skip
     ran = subprocess.run([sys.executable, "fsdp2-zeroplan.py", "."], cwd=tmp_path, env={**os.environ, **alone}, capture_output=True,
                          text=True, check=False, timeout=300)  # fmt: skip

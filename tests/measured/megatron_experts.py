@@ -123,7 +123,7 @@ def _import_megatron(checkout: str) -> None:
     torch.cuda.Stream = torch.cuda.Event = _Nothing
     torch.cuda.current_stream = lambda *_: _Nothing()
     torch.cuda.stream = lambda *_: nullcontext()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29911", RANK="0", WORLD_SIZE="1")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random

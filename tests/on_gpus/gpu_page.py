@@ -220,9 +220,9 @@ _HELD = (
     "another (`tests/measured/megatron_blocks.py`).\n"
 )
 _ROOM = (
-    "The verdict is *fits* if a card has room for the expected reserved memory. If a run's measured peak is above that, the\n"
-    "verdict could be *fits* although the run runs out of memory. For BERT, T5 and experts under Megatron-Core the verdict\n"
-    "asks for as much room as the furthest of these runs was above its estimate, so none of these can be above it:\n"
+    "The verdict is *fits* if a GPU has room for the expected reserved memory. If a run's measured peak is above that, the\n"
+    "verdict can be *fits* although the run runs out of memory. The table counts such runs. For BERT, T5 and experts under\n"
+    "Megatron-Core the verdict adds the largest excess of these runs over their estimates, so it has no such runs there:\n"
 )
 _SNAPSHOTS = (
     "The model of CUDA's caching allocator replays three public snapshots of real GPUs. At each of\n"
@@ -274,10 +274,10 @@ def _reserved_elsewhere() -> Iterator[str]:
     yield "### Reserved memory\n"
     yield (
         "These sources count what CUDA's allocator reserves. *Estimate* is the expected figure that `zeroplan estimate` prints,\n"
-        "*replay* that of `--replay`, which works out every request of the first steps, or the estimate's if a job has no\n"
-        "replay. torchtitan's programs of 2024 kept the logits in fp32 (`--keep-logits fp32`), and the estimate uses\n"
-        "transformers' modules for all but f8f545c45 and 9dec370 (`--modules torchtitan`). On a card that is full, the replay\n"
-        "frees its cache as the allocator does: prime-rl's SFT of 65,536 tokens on B200.\n"
+        "*replay* that of `--replay`, which computes every request of the first steps; if a job has no replay, the estimate's.\n"
+        "torchtitan's programs of 2024 kept the logits in fp32 (`--keep-logits fp32`), and the estimate uses\n"
+        "transformers' modules for all but f8f545c45 and 9dec370 (`--modules torchtitan`). On a full GPU, the replay frees\n"
+        "its cache as the allocator does: prime-rl's SFT of 65,536 tokens on B200.\n"
     )
     scored, head = reserved_on_gpus.scored(), ("source", "zeroplan's figure", "rows:", "median:", "of its absolute value:",
                                                "90 in 100:", "lowest:", "highest:", "in the band:",
@@ -292,8 +292,8 @@ def _reserved_elsewhere() -> Iterator[str]:
     yield (
         "The replay of Llama 2 7B with full recomputation is 11 % too low. torchtitan's own script of that commit under\n"
         "`zeroplan dryrun` reserves 30.8 GiB, so the requests of its modules differ from transformers'. No row was used to derive\n"
-        "the [replay's band](model/device.md#one-figure-instead-of-the-range). These runs of the sources are no jobs of\n"
-        "zeroplan's:\n"
+        "the [replay's band](model/device.md#one-figure-instead-of-the-range). zeroplan\n"
+        "cannot describe these runs of the sources as jobs:\n"
     )
     refused = [
         (source["name"], one["reason"], str(one["rows"])) for source in reserved_on_gpus.kept() for one in source["refused"]

@@ -15,6 +15,7 @@ from zeroplan.report.screen import LINES
 from zeroplan.report.text import estimate_text
 from zeroplan.report.words import COLUMNS, allocator_sentence, headline, job_lines, per_parameter, verdict_sentence
 from zeroplan.spec.job import ENGINE_STAGES
+from zeroplan.transformer.legend import SYMBOLS
 from zeroplan.units import GIBIBYTES, GIGABYTES, Unit, format_size
 
 #: A table's row: what, and its size; a sum begins with its sign.
@@ -72,7 +73,7 @@ def test_a_note_is_shown_or_counted():
     shown = estimate_text(answer, ("one", "two"))
     assert "Note: one\nNote: two" in shown
     long = estimate_text(answer, ("one", "a note " * 200))
-    assert "Note: one\n2 more notes, and every collective: add -v." in long
+    assert "Note: one\n-v adds 2 more notes and every collective." in long
     assert "a note a note" in estimate_text(answer, ("one", "a note " * 200), verbose=True)
 
 
@@ -225,3 +226,11 @@ def test_a_range_whose_ends_print_alike_is_one_figure(unit: Unit):
     assert one[1:] == ("", "")
     assert several[1] != several[2]
     assert not re.search(r"\b(\S+) to \1\b", full + large)
+
+
+def test_a_symbol_of_the_model_is_not_one_of_the_whole_job():
+    """The indexer's L of DeepSeek-V3.2 replaced the number of blocks in every legend."""
+    offloaded = estimate(job(model="llama-3.1-8b", gpus=8, stage=3, recompute="full", offload_activations=True))
+    assert any("L·" in line.formula for line in offloaded.host)
+    assert offloaded.legend["L"] == offloaded.job.model.num_hidden_layers
+    assert not SYMBOLS.keys() & {"Ψ", "L", "N"}

@@ -141,7 +141,7 @@ def test_out_of_memory_names_the_request_its_caller_and_what_held_the_memory(car
     assert kinds(seen)[Kind.ACTIVATIONS] == 5_000
     said = diagnosis_text(seen, where="it.pickle")
     assert "Out of memory: 58.59 KiB = 60.00 kB were requested by model.py:21 forward, in the forward" in said
-    assert said.endswith("57.22 KiB = 58.59 kB were lacking, all that was reserved and idle counted as room.")
+    assert said.endswith("57.22 KiB = 58.59 kB more were needed, beyond all reserved memory that was free.")
 
 
 def test_the_text_says_if_the_peak_is_outside_a_step(card: Written, tmp_path: Path):
@@ -153,7 +153,7 @@ def test_the_text_says_if_the_peak_is_outside_a_step(card: Written, tmp_path: Pa
 def test_fragmented_room_is_distinguished_from_no_room(card: Written, tmp_path: Path):
     card.fail(60_000, FORWARD, left=1_000)
     said = diagnosis_text(found(card, tmp_path, idle=(40_000, 30_000)), where="it.pickle")
-    assert "69.09 KiB = 70.75 kB were reserved and not in use, but no one piece was large enough" in said
+    assert "69.09 KiB = 70.75 kB were reserved and free, but no single piece was large enough" in said
     assert "expandable_segments:True" in said
 
 

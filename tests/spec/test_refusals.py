@@ -59,7 +59,7 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: model("gpt_neox", head_dim=20),
-        "head_dim=20 of a gpt_neox model has no formula: a quarter of each head is turned, in pairs; use a multiple of 8",
+        "head_dim=20 of a gpt_neox model has no formula: a quarter of each head is rotated, in pairs; use a multiple of 8",
     ),
     (
         lambda: model("gpt2", attention_bias=True, mlp_bias=True),
@@ -71,7 +71,7 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: model("phi"),
-        "head_dim=16 of a phi model has no formula: 32 elements of each are turned; use more",
+        "head_dim=16 of a phi model has no formula: 32 elements of each are rotated; use more",
     ),
     (
         lambda: job(model("phi", head_dim=64), loss="chunked"),

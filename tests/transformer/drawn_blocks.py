@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, get_args
 import torch
 
 from tests.transformer.fake_blocks import BlockRun, Passage, passed
+from zeroplan.catalog.config_rest import config_keys
 from zeroplan.catalog.gpu import gpu
 from zeroplan.engines.quantised import is_bias
 from zeroplan.spec.batch import BatchSpec
@@ -34,11 +35,11 @@ from zeroplan.spec.family import (
     TRAITS,
     WIDE_ROUTERS,
     WINDOWED_FAMILIES,
-    Activation,
 )
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
+from zeroplan.spec.traits import Activation
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.tags import SCRATCH
@@ -61,14 +62,17 @@ if TYPE_CHECKING:
 
 RANDOM_STATE = 24
 """Seed and offset that CUDA's attention kernels save, of 8 bytes, or 16 and 8; the estimate leaves them out."""
-BIASED_AT_WILL = (
-    "llama", "qwen3", "granite", "olmo2", "olmo3", "glm4", "gpt_neox", "seed_oss", "smollm3", "hunyuan_v1_dense", "olmoe",
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen2_moe", "granitemoe", "glm4_moe_lite", "glm4_moe", "dots1", "glm", "gemma", "cohere",
-    "cohere2", "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "arcee", "deepseek_v2", "mistral4", "solar_open",
-    "jais2", "helium", "stablelm", "apertus", "hy_v3", "deepseek_v32", "glm_moe_dsa",
-    "olmo_hybrid", "youtu",
-)  # fmt: skip
-BY_KINDS = ("llama4_text", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "olmo3", "cohere2", "cwm", "exaone_moe")
+BY_KINDS = (
+    "llama4_text",
+    "gemma2",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "olmo3",
+    "cohere2",
+    "cwm",
+    "exaone_moe",
+)
 """Families whose classes always have a window."""
 
 _PATTERNS = {
@@ -191,12 +195,11 @@ def _global_heads(draw: Random, heads: int) -> dict[str, int]:
 
 def _biases(draw: Random, family: str) -> dict[str, bool]:
     always = family in (*PLAIN_HEADS, "qwen2", "gpt_oss", "starcoder2")
-    free = family in BIASED_AT_WILL and bool(draw.randint(0, 1))
+    fixed = config_keys(family).fixed
+    free = "attention_bias" not in fixed and bool(draw.randint(0, 1))
     attention = free if family in ("gpt_neox", "qwen2_moe") else always or free
-    mlp = family in (*PLAIN_HEADS, "starcoder2") or (
-        family in ("llama", "cwm", "helium", "arcee", "jais2", "granite", "smollm3", "bamba", "falcon_h1")
-        and draw.randint(0, 3) == 0
-    )
+    mlp = family in (*PLAIN_HEADS, "starcoder2") or ("mlp_bias" not in fixed and draw.randint(0, 3) == 0)
+    attention = mlp if family == "internlm3" else attention  # one key has both
     return {"attention_bias": attention, "mlp_bias": mlp}
 
 

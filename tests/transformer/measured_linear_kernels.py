@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tests.transformer.drawn_blocks import drawn, run_of, with_padding
 from tests.transformer.fake_blocks import BlockRun
 from tests.transformer.linear_kernels import install_kernels, releases
-from zeroplan.spec.adapter import OUTPUT_REFUSED, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
@@ -61,7 +61,7 @@ def case_of(family: str, manner: str, number: int) -> Case | None:
         return None  # its adapters are not modelled
     if manner == "adapted":
         compute = case.compute._replace(autocast=False, recompute="full" if number % 2 else "none")
-        targets = "attention,mlp,in_proj" if family in OUTPUT_REFUSED else "all-linear"  # as peft has it
+        targets = "all-linear" if TRAITS[family].adapted_output else "attention,mlp,in_proj"  # as peft has it
         case = case._replace(spec=replace(case.spec, adapter=AdapterSpec(rank=4, targets=targets)), compute=compute)
     return case._replace(compute=case.compute._replace(fused=(LINEAR_KERNELS,)))
 

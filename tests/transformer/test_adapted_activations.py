@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.family import modelled
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -34,7 +35,9 @@ LABEL_WEIGHTS = 4
 """Bytes of their sum, which the account of the loss leaves out."""
 
 
-@pytest.mark.parametrize(("family", "precision", "targets"), combined(ADAPTED_LIKE_LLAMA, tuple(PRECISIONS), TARGETS))
+@pytest.mark.parametrize(
+    ("family", "precision", "targets"), combined(modelled("adapters everywhere"), tuple(PRECISIONS), TARGETS)
+)
 def test_what_an_adapted_model_saves_is_what_autograd_saves(family: str, precision: str, targets: str):
     bare = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=96)
     spec, compute = replace(bare, adapter=AdapterSpec(rank=4, targets=targets)), PRECISIONS[precision]
@@ -46,7 +49,7 @@ def test_what_an_adapted_model_saves_is_what_autograd_saves(family: str, precisi
     assert saved_bytes(spec, compute, BATCH, layers=3) == expected
 
 
-@pytest.mark.parametrize("family", ADAPTED_LIKE_LLAMA)
+@pytest.mark.parametrize("family", modelled("adapters everywhere"))
 def test_parameters_stand_as_peft_has_them(family: str):
     bare = tiny_spec(family, heads=4, kv_heads=2, head_dim=16, ffn=176, vocab=96)
     spec = replace(bare, adapter=AdapterSpec(rank=4, targets="attention,down_proj"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import pytest
 
@@ -19,18 +19,8 @@ from tests.transformer.drawn_blocks import RANDOM_STATE, Case, differences, draw
 from zeroplan.engines.quantised import quantised_lines
 from zeroplan.errors import SpecError
 from zeroplan.estimator import account_of
-from zeroplan.spec.adapter import (
-    ADAPTED_FAMILIES,
-    ADAPTED_LIKE_LLAMA,
-    BARE_EXPERTS_UNDER_AUTOCAST,
-    CONVERTED,
-    NOT_QUANTISED,
-    NOT_UNDER_AUTOCAST,
-    STACKED,
-    AdapterSpec,
-    Quantize,
-)
-from zeroplan.spec.family import LINEAR_FAMILIES
+from zeroplan.spec.adapter import STACKED, AdapterSpec, Quantize
+from zeroplan.spec.family import LINEAR_FAMILIES, families, modelled
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import MoeSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -44,7 +34,11 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.torch
 
-OTHERS = tuple(name for name in ADAPTED_FAMILIES if name not in ADAPTED_LIKE_LLAMA)
+UNDER_AUTOCAST: Final = "adapters under autocast"
+IN_EXPERTS: Final = "experts' adapters under autocast"
+OTHERS = families(lambda one: "adapters" in one.modelled and "adapters everywhere" not in one.modelled)
+QUANTISED = tuple(name for name in OTHERS if name in modelled("quantised adapters"))
+BARE_EXPERTS = tuple(name for name in STACKED if name in modelled(UNDER_AUTOCAST) and name not in modelled(IN_EXPERTS))
 #: The most downloaded, of every kind of attention, and experts that peft finds by their old names.
 USUAL = ("qwen3_5_text", "gemma4_text", "gpt_oss", "llama4_text", "granitemoehybrid", "qwen3_moe")
 _EXPERTS = "experts.gate_up_proj,experts.down_proj"
@@ -102,7 +96,9 @@ def test_a_block_whose_experts_have_a_latent(number: int, targets: str) -> None:
     assert all(one >= -4096 for one in found), (found, case)
 
 
-@pytest.mark.parametrize("family", [*CONVERTED, "gpt_oss"] if every_case() else ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family", [*families(lambda one: one.converted), "gpt_oss"] if every_case() else ["mixtral", "gpt_oss"]
+)
 @pytest.mark.parametrize(("number", "targets"), [(0, "attention,experts.down_proj"), (1, "experts.gate_up_proj")])
 def test_one_of_the_weights_of_all_experts_has_an_adapter(family: str, number: int, targets: str) -> None:
     assert on_the_fake_gpu(differences, case_of(family, number, targets)) == ()
@@ -124,7 +120,7 @@ def test_qwen2_moe_under_autocast(number: int) -> None:
     assert on_the_fake_gpu(differences, under) == (), under
 
 
-@pytest.mark.parametrize("family", BARE_EXPERTS_UNDER_AUTOCAST)
+@pytest.mark.parametrize("family", BARE_EXPERTS)
 @pytest.mark.parametrize("number", range(4) if every_case() else (0, 3))
 def test_attention_in_four_bits_beside_a_router_in_fp32_under_autocast(family: str, number: int) -> None:
     """The router multiplies fp32 copies, which autocast makes narrow again; autograd keeps the weight's narrow copy."""
@@ -157,7 +153,6 @@ def test_an_activation_in_fp32_widens_a_block_in_few_bits_as_fp32_norms_do(numbe
 
 
 #: Families whose layers in few bits are modelled.
-QUANTISED = tuple(name for name in OTHERS if name not in NOT_QUANTISED)
 #: Of these by day: a dense model, latent attention, and experts.
 FEW_BITS = ("phi3", "glm4_moe_lite", "qwen3_5_moe_text")
 
@@ -193,12 +188,12 @@ def with_experts_in_four_bits(family: str, number: int, *, autocast: bool) -> Ca
 
 
 #: Families of linear attention are compared without autocast, under which their routing differs by some bytes per token.
-@pytest.mark.parametrize("family", [name for name in STACKED if name not in NOT_QUANTISED] if every_case() else ["mixtral"])
+@pytest.mark.parametrize("family", [name for name in STACKED if name in QUANTISED] if every_case() else ["mixtral"])
 @pytest.mark.parametrize("number", [0, 1, 2, 3] if every_case() else [0, 1])
 def test_experts_in_four_bits_take_what_is_said(family: str, number: int) -> None:
     """Each forward writes them out, and keeps the copy for its backward."""
     pytest.importorskip("bitsandbytes")
-    autocast = family not in (*NOT_UNDER_AUTOCAST, *BARE_EXPERTS_UNDER_AUTOCAST, *LINEAR_FAMILIES)
+    autocast = family in modelled(IN_EXPERTS) and family not in LINEAR_FAMILIES
     case = with_experts_in_four_bits(family, number, autocast=autocast)
     assert case.spec.first_is_bare or on_the_fake_gpu(differences, case) == ()
 
@@ -228,7 +223,7 @@ def test_a_block_in_few_bits_under_autocast(family: str, number: int) -> None:
     case = in_few_bits(family, number, "nf4", autocast=True)
     assert is_refused(case) or on_the_fake_gpu(differences, case) == (), case
     if number == 1 and case.spec.activation not in ("relu2", "gelu_new"):
-        assert is_refused(case) == (family in (*NOT_UNDER_AUTOCAST, *BARE_EXPERTS_UNDER_AUTOCAST))
+        assert is_refused(case) == (family not in modelled(IN_EXPERTS))
 
 
 @pytest.mark.parametrize("family", QUANTISED if every_case() else (*FEW_BITS, "gemma"))

@@ -19,7 +19,8 @@ from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import RANDOM_STATE, Case, differences, drawn, run_of, said_of
 from zeroplan import estimate, job
-from zeroplan.spec.adapter import ADAPTED_FAMILIES, NOT_UNDER_AUTOCAST, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.family import TRAITS, modelled
 from zeroplan.transformer.params import trained_count
 
 if TYPE_CHECKING:
@@ -50,14 +51,14 @@ def test_a_block_with_dora_takes_what_is_said(family: str, number: int, autocast
     assert on_the_fake_gpu(differences, case) == ()
 
 
-@pytest.mark.parametrize("family", [one for one in ADAPTED_FAMILIES if one not in USUAL and one != "gpt2"])
+@pytest.mark.parametrize("family", [one for one in modelled("adapters") if one not in USUAL and one != "gpt2"])
 def test_a_block_of_another_family(family: str) -> None:
     """With recomputation, since the first layers of some families have no adapter."""
     case = case_of(family, 1, AdapterSpec(rank=4, dora="peft", targets="attention"))
     if not trained_count(case.spec):
         pytest.skip("this model has no attention")
     assert on_the_fake_gpu(differences, case) == ()
-    if family not in NOT_UNDER_AUTOCAST:
+    if "adapters under autocast" in TRAITS[family].modelled:
         assert on_the_fake_gpu(differences, case._replace(compute=case.compute._replace(autocast=True))) == ()
 
 

@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import Case, differences, drawn
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.family import modelled
 
 pytestmark = pytest.mark.torch
 
@@ -38,14 +39,14 @@ def case_of(family: str, number: int, adapter: AdapterSpec) -> Case:
     return case._replace(spec=replace(case.spec, adapter=adapter), compute=compute)
 
 
-@pytest.mark.parametrize("family", ADAPTED_LIKE_LLAMA if every_case() else ("qwen3", "llama"))
+@pytest.mark.parametrize("family", modelled("adapters everywhere") if every_case() else ("qwen3", "llama"))
 @pytest.mark.parametrize("number", range(8) if every_case() else (0, 1))
 @pytest.mark.parametrize("runs", [1, 4])
 def test_a_block_with_many_adapters_takes_what_is_said(family: str, number: int, runs: int) -> None:
     assert on_the_fake_gpu(differences_with_many, case_of(family, number, AdapterSpec(rank=8, runs=runs))) == ()
 
 
-@pytest.mark.parametrize("family", ADAPTED_LIKE_LLAMA if every_case() else ("qwen3",))
+@pytest.mark.parametrize("family", modelled("adapters everywhere") if every_case() else ("qwen3",))
 @pytest.mark.parametrize("number", range(6) if every_case() else (0, 1))
 @pytest.mark.parametrize("dropout", [False, True])
 def test_a_block_whose_adapters_run_one_after_the_other(family: str, number: int, dropout: bool) -> None:

@@ -14,7 +14,8 @@ pytest.importorskip("transformers")
 from tests.combined import every_case
 from tests.simulated import on_the_fake_gpu
 from tests.transformer.drawn_blocks import Case, differences, drawn
-from zeroplan.spec.adapter import OF_PRIME_RL, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
+from zeroplan.spec.family import modelled
 from zeroplan.spec.recipe import PRIME_RL
 
 pytestmark = pytest.mark.torch
@@ -50,7 +51,7 @@ def case_of(family: str, number: int, adapter: AdapterSpec | None = None) -> Cas
     return case._replace(compute=compute, spec=replace(case.spec, adapter=adapter))
 
 
-@pytest.mark.parametrize("family", OF_PRIME_RL)
+@pytest.mark.parametrize("family", modelled("prime-rl"))
 @pytest.mark.parametrize("number", range(8) if every_case() else (0,))
 @pytest.mark.parametrize("runs", [0, 3])
 def test_a_block_with_their_experts_takes_what_is_said(family: str, number: int, runs: int) -> None:

@@ -19,11 +19,11 @@ from tests.transformer.drawn_blocks import drawn as drawn_block
 from tests.transformer.fake_blocks import BlockRun, block_run
 from tests.transformer.moe_models import moe_spec
 from tests.transformer.test_blocks_on_a_gpu import predicted
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, MOE_FAMILIES, PLAIN_HEADS, Activation
+from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, MOE_FAMILIES, PLAIN_HEADS, TRAITS, modelled
 from zeroplan.spec.model import LinearSpec, ModelSpec, MoeSpec
-from zeroplan.spec.offloaded import NOT_LISTED
+from zeroplan.spec.traits import Activation
 from zeroplan.transformer.blocks import Compute
 
 pytestmark = pytest.mark.torch
@@ -32,7 +32,7 @@ WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "gpt2",
 
 
 def drawn(draw: Random, family: str) -> tuple[ModelSpec, BatchSpec]:
-    heads, head_dim = draw.choice((2, 4, 8)), draw.choice((8, 16, 32))
+    heads, head_dim = draw.choice((2, 4, 8)), draw.choice((8, 16, 32)) + TRAITS[family].turned_width
     kv_heads = draw.choice([number for number in (1, 2, 4, 8) if heads % number == 0])
     wide = family in PLAIN_HEADS or draw.randint(0, 1)
     hidden, ffn = heads * head_dim if wide else draw.choice((40, 72, 160)), draw.choice((2, 3, 4)) * heads * head_dim
@@ -118,7 +118,7 @@ def test_a_copy_of_the_queries_lives_as_long_as_their_variable() -> None:
     assert on_the_fake_gpu(differences, case) == (), case
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("bloom", *NOT_LISTED)])
+@pytest.mark.parametrize("family", modelled("offloaded activations"))
 @pytest.mark.parametrize("number", range(10 if every_case() else 1))
 def test_blocks_whose_saved_tensors_are_in_host_memory(family: str, number: int) -> None:
     case = drawn_block(Random(f"{family} {number}, away"), family)  # noqa: S311  draws tests
@@ -200,7 +200,7 @@ def test_activation_functions(activation: Activation, *, recompute: bool) -> Non
         assert_runs_as_is_said(replace(spec, hidden_act=activation), compute, size, recompute=recompute)
 
 
-@pytest.mark.parametrize("family", ADAPTED_LIKE_LLAMA)
+@pytest.mark.parametrize("family", modelled("adapters everywhere"))
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_adapters_beside_attention_that_is_written_out(family: str, recompute: Literal["none", "full"]) -> None:
     pytest.importorskip("peft")

@@ -116,6 +116,8 @@ TINY: dict[str, dict[str, object]] = {
     "gemma": _LLAMA | {"head_dim": 16},
     "gemma, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma2": _LLAMA | {"head_dim": 16},
+    "hyperclovax": _LLAMA | {"head_dim": 16},
+    "hyperclovax, biases, tied": _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
     "gemma2, untied, biases": _LLAMA | {"tie_word_embeddings": False, "attention_bias": True},
     "gemma3_text": _LLAMA | {"head_dim": 16},
     "gemma3_text, biases": _LLAMA | {"attention_bias": True},

@@ -19,13 +19,13 @@ from zeroplan.spec.family import (
     LINEAR_FAMILIES,
     MOE_FAMILIES,
     PATTERNED,
-    SAVES_ITS_INPUT,
     SOME_WINDOWED,
     USUAL_ACTIVATION,
-    Activation,
     is_global,
 )
-from zeroplan.transformer.families.definition import ConfigKeys, definition_of
+from zeroplan.spec.traits import SAVES_ITS_INPUT, Activation
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.keys import ConfigKeys
 
 Config = Mapping[str, object]
 _FIELDS = (

@@ -26,7 +26,7 @@ def explore_command(
     port: Annotated[
         str, typer.Option("--port", metavar="N", help="The port of the page; 0 chooses a free one.", show_default=True)
     ] = str(PORT),
-    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
+    browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page in your browser.")] = True,
     out: Annotated[
         str | None,
         typer.Option("--out", "-o", metavar="FOLDER", help="Write the page for a web server instead; needs --pyodide."),

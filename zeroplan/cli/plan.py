@@ -72,8 +72,8 @@ Calibrate = Annotated[
     _flag(
         "",
         "FILE",
-        "A record of a step on this GPU (`zeroplan verify --backend cuda`), repeatable. What is expected to "
-        "carry over from it changes the fitted rates.",
+        "A record of a step on this GPU (`zeroplan verify --backend cuda`), repeatable. The part of its "
+        "deviation that this job is expected to share corrects the fitted rates.",
     ),
 ]
 Measured = Annotated[
@@ -82,7 +82,7 @@ Measured = Annotated[
         "",
         "RATE|FILE",
         "The speed of a run on these GPUs, such as tokens-per-second=10682 (per GPU), or its log (torchtitan, Megatron-LM, "
-        "Trainer). What is expected to carry over from it changes the fitted rates.",
+        "Trainer). The part of its deviation that this job is expected to share corrects the fitted rates.",
     ),
 ]
 MeasuredJob = Annotated[str | None, _flag("", "FILE", "The job file of the run that --measured describes.")]

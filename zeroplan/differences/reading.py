@@ -165,5 +165,5 @@ def _job(path: Path) -> Opened:
     from zeroplan.job_file import read_job_file  # noqa: PLC0415
 
     if is_setup(path):
-        return Opened(path.name, None, Request(from_file=str(path)), "set-up")
+        return Opened(path.name, None, Request(from_file=str(path)), "configuration file")
     return Opened(path.name, None, read_job_file(path))

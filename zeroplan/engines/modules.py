@@ -9,7 +9,8 @@ from functools import lru_cache
 
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.families.definition import GATED_MODULES, Names, definition_of
+from zeroplan.transformer.families.definition import definition_of
+from zeroplan.transformer.families.module_names import GATED_MODULES, Names
 from zeroplan.transformer.vision import MODULES
 
 #: Families whose expert layer, with its router, DeepSpeed gathers and releases as one module (``leaf_module_config.py``).

@@ -16,6 +16,7 @@ from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.muon import updated_by_muon
 from zeroplan.engines.published_optimizers import (
+    COUNTS,
     DENOMINATORS,
     PUBLISHED,
     TORCH,
@@ -155,34 +156,6 @@ IMPLEMENTATIONS: dict[Optimizer, tuple[OptimizerImpl, ...]] = {
 #: Optimizers whose fused kernel keeps its step counters on the GPU.
 _STEP_ON_GPU: tuple[Optimizer, ...] = ("adamw", "adam", "adagrad")
 
-#: Meaning of this module's counts, if the caller passes no symbol. A line is a width times one of these.
-_COUNTS: dict[str, str] = {
-    "U": "elements of the tensors that this rank updates",
-    "U_n": "tensors that this rank updates",
-    "U_q": "elements of the tensors whose states are quantised",
-    "U_s": "elements of the tensors whose states are not, being too small or no whole number of blocks",
-    "U_256": "blocks of 256 elements in the tensors whose states are quantised",
-    "U_32": "blocks of 32 elements in the tensors whose states are quantised",
-    "U_128": "blocks of 128 elements in the tensors whose states are quantised",
-    "U_h": "elements of 16-bit weights that the optimizer corrects",
-    "U_k": "tensors whose states are quantised",
-    "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
-    "U_p": "elements of the tensors whose states are in managed memory or on the host",
-    "U_w": "rows of the matrices and elements of the vectors that this rank updates",
-    "U_r": "elements of one projected moment of all matrices",
-    "U_j": "elements of the projections of all matrices",
-    "U_g": "elements of the squares of the sides that SOAP preconditions",
-    "U_y": "elements of the triangles of the sides that Shampoo preconditions",
-    "U_x": "of them, those of every different side",
-    "U_b": "bytes of the all-gather's buffer",
-    "U_f": "rows and columns of the matrices that this rank updates",
-    "U_v": "elements of the vectors that this rank updates",
-    "U_m": "elements of the matrices that Muon updates",
-    "U_o": "elements of the tensors that AdamW updates beside Muon",
-    "U_t": "elements of the temporaries of one step at their highest point",
-    "U_z": "bytes of the temporaries of one step at their highest point",
-}
-
 
 def counted(*lines: Line) -> tuple[Symbol, ...]:
     """Return the symbols in the formulas of these lines, with their values.
@@ -193,8 +166,8 @@ def counted(*lines: Line) -> tuple[Symbol, ...]:
     symbols: dict[str, Symbol] = {}
     for line in lines:
         width, _, name = line.formula.partition("·")
-        if name in _COUNTS and name not in symbols:
-            symbols[name] = Symbol(name, line.n_bytes // int(width), _COUNTS[name])
+        if name in COUNTS and name not in symbols:
+            symbols[name] = Symbol(name, line.n_bytes // int(width), COUNTS[name])
     return tuple(symbols.values())
 
 

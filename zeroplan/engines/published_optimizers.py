@@ -35,6 +35,35 @@ class Held(NamedTuple):
     """The number of units of a 16-bit tensor, if it differs."""
 
 
+#: The meaning of each count of a state or of a step's temporaries. A line is a width times one of these.
+COUNTS: dict[str, str] = {
+    "U": "elements of the tensors that this rank updates",
+    "U_n": "tensors that this rank updates",
+    "U_q": "elements of the tensors whose states are quantised",
+    "U_s": "elements of the tensors whose states are not, being too small or no whole number of blocks",
+    "U_256": "blocks of 256 elements in the tensors whose states are quantised",
+    "U_32": "blocks of 32 elements in the tensors whose states are quantised",
+    "U_128": "blocks of 128 elements in the tensors whose states are quantised",
+    "U_h": "elements of 16-bit weights that the optimizer corrects",
+    "U_k": "tensors whose states are quantised",
+    "U_l": "elements of the tensors too small for managed memory, and quantised if any states are",
+    "U_p": "elements of the tensors whose states are in managed memory or on the host",
+    "U_w": "rows of the matrices and elements of the vectors that this rank updates",
+    "U_r": "elements of one projected moment of all matrices",
+    "U_j": "elements of the projections of all matrices",
+    "U_g": "elements of the squares of the sides that SOAP preconditions",
+    "U_y": "elements of the triangles of the sides that Shampoo preconditions",
+    "U_x": "of them, those of every different side",
+    "U_b": "bytes of the all-gather's buffer",
+    "U_f": "rows and columns of the matrices that this rank updates",
+    "U_v": "elements of the vectors that this rank updates",
+    "U_m": "elements of the matrices that Muon updates",
+    "U_o": "elements of the tensors that AdamW updates beside Muon",
+    "U_t": "elements of the temporaries of one step at their highest point",
+    "U_z": "bytes of the temporaries of one step at their highest point",
+}
+
+
 class Needs(NamedTuple):
     """What an optimizer keeps and what its step allocates, with its default arguments."""
 

@@ -69,7 +69,7 @@ class Question(NamedTuple):
 
 
 class WithDefaults(NamedTuple):
-    """A request with the values of its configuration file, notes, and what the file says of a step's sequences."""
+    """A request with the values of its configuration file, notes, and the file's settings for the sequences of a step."""
 
     request: Request
     notes: tuple[str, ...]
@@ -79,7 +79,7 @@ class WithDefaults(NamedTuple):
     """Micro-batches of a step that the program takes by default, if the file sets their size but not their number."""
 
     def question(self, wanted: "Question") -> "Question":
-        """Return the question with what the file's program does with a step's sequences."""
+        """Return the question with the file's settings for the sequences of a step."""
         return wanted._replace(pads=wanted.pads or self.pads, grad_accum=self.grad_accum or wanted.grad_accum)
 
 
@@ -91,7 +91,7 @@ def with_setup_defaults(request: Request) -> WithDefaults:
             "--from with a DeepSpeed configuration: the file already fixes what a plan would search; use `zeroplan estimate`, or "
             "`zeroplan advise`"
         )
-    decided = {*SEARCHED, "reentrant"}  # a search goes through engines and recomputations that have no such checkpoints
+    decided = {*SEARCHED, "reentrant"}  # a search tries engines and recomputations without such checkpoints
     kept = {name: value for name, value in found.filled.items() if name not in decided and getattr(found.request, name) is None}
     if "fused_kernels" in kept:
         kept["fused_kernels"] = kernels_under(None, str(kept["fused_kernels"]))
@@ -137,7 +137,7 @@ def ask(request: Request, question: Question, *, extra: Path | None = None, inex
         less = cheaper(answer, fixed, mfu=question.mfu, inexpressible=inexpressible)
         answer = answer if less is None else replace(answer, rankings=(*answer.rankings, less))
     if question.max_params and answer.best is not None:
-        notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (in two digits)", *notes)
+        notes = (f"the largest model that fits: {parameter_count(base.model):,} parameters (rounded to two digits)", *notes)
     return replace(answer, notes=(*changed, *notes, *_training_notes(answer), *_padding_notes(answer, fixed)))
 
 
@@ -163,7 +163,7 @@ def _training_notes(answer: Plan) -> Iterator[str]:
 
 
 def _padding_notes(answer: Plan, fixed: Fixed) -> Iterator[str]:
-    """Yield what the best layout counts of padding, and which layouts the search left out because of it."""
+    """Yield notes on the padding that the best layout counts, and on the layouts that the search left out because of padding."""
     if answer.base.recipe.padded:
         yield _ONLY_PADDED
     elif fixed.pads and answer.best is not None:
@@ -206,7 +206,7 @@ def _refuse(request: Request, question: Question) -> None:
         ("--engine paper", request.engine == "paper", "a formula without a program; use megatron, ddp, fsdp2 or deepspeed"),
         ("--deepspeed-config", request.deepspeed_config is not None, "it fixes what a plan searches; use `zeroplan estimate`"),
         ("--lengths", request.lengths is not None, "it needs one micro-batch; use --seq-len, or `zeroplan estimate`"),
-        ("--imbalance", request.imbalance is not None, "it is of one number of expert-parallel ranks; use `zeroplan estimate`"),
+        ("--imbalance", request.imbalance is not None, "it holds for one degree of expert parallelism; use `zeroplan estimate`"),
         ("--min-gpus", question.min_gpus and request.gpus is not None, "it searches --gpus; leave one of them out"),
         ("--max-seq", question.max_seq and request.seq_len is not None, "it searches --seq-len; leave one of them out"),
         ("--max-seq", question.max_seq and (request.micro_batch or 1) > 1, "it uses one sequence; leave --micro-batch out"),

@@ -107,7 +107,8 @@ def plan(
     ask = partial(_answers, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
     answers, tally, considered = ask()
     if not answers.fits.any() and any(one.fits(base) for one in answers.found if not one.recipe.offloads):
-        answers, tally, considered = ask(offload_too=True)  # what fits to the byte kept the search from it, and runs out
+        # The search left offload out, because some layouts without it fit. All of these run out of memory in a replay.
+        answers, tally, considered = ask(offload_too=True)
     best = _best(answers) if answers.fits.any() else None
     return Plan(
         base=base,

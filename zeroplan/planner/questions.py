@@ -75,7 +75,7 @@ def fewest_gpus(
     host = GIBIBYTES.size(offloading.best.estimate.host_bytes_per_node or 0)
     return alone, (
         *tried,
-        f"with offload to host memory it fits on {fewer:,}, with {host} of a node: `plan` with --offload-optimizer cpu finds it",
+        f"with offload it fits on {fewer:,}, with {host} of host memory per node: `plan` with --offload-optimizer cpu finds it",
     )
 
 
@@ -133,7 +133,7 @@ def _tried(base: JobSpec, fixed: Fixed, most: int = _MOST_GPUS) -> list[int]:
     return [gpus for gpus in every if gpus <= most and _divides(gpus, base, fixed)]
 
 
-#: So many larger numbers of GPUs are tried, too: on some nothing fits, because degrees or shards divide less evenly.
+#: How many larger numbers of GPUs are also tried: on some nothing fits, because degrees or shards divide less evenly.
 _LATER = 4
 
 

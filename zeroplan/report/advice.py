@@ -10,13 +10,12 @@ from zeroplan.report.words import WIDTH, headline, notes_part, paragraphs, verdi
 from zeroplan.units import GB, GIB
 
 _MARGIN = " " * 49
-_WORDS = {"fits": "fits", "tight": "tight", "does not fit": "too much", "unknown": ""}
+_WORDS = {"fits": "fits", "tight": "tight", "does not fit": "no fit", "unknown": ""}
 
 _ORDER = (
-    "first those that cost no time, then those that free most for the time they cost, last those that change the training or the "
-    "bill"
+    "changes that cost no time, then changes by the memory freed per time lost, last changes of the training or of the price"
 )
-_UNTIMED = "first those that free most, last those that change the training or the bill; their cost in time is not known here"
+_UNTIMED = "changes by the memory that they free, last changes of the training or of the price. Name a GPU to see the time"
 
 #: Returns a change as keys of the user's file, or as flags without a file.
 InWords = Callable[[Advice], tuple[str, ...]]
@@ -42,8 +41,9 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
     if not advised.changes:
         yield "No single change frees memory; `zeroplan plan` searches whole layouts."
         return
-    enough = "those that make it fit on their own before the others; of each " if advised.before.fits is False else ""
-    yield from textwrap.wrap(f"Single changes: {enough}{_UNTIMED if advised.tokens_per_s is None else _ORDER}", WIDTH)
+    enough = "first those that alone make the job fit, then the others. Both groups in this order: "
+    order = f"{enough * (advised.before.fits is False)}{_UNTIMED if advised.tokens_per_s is None else _ORDER}"
+    yield from textwrap.wrap(f"Single changes: {order}.", WIDTH)
     yield f"{'frees GiB':>10}{'then GiB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"
     for one in advised.changes:
         verdict = _WORDS[one.after.verdict]

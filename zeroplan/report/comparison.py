@@ -74,9 +74,9 @@ def headline(measurement: Measurement) -> str:
 
 def _own_workload(measurement: Measurement) -> list[str]:
     """Return a warning that two different jobs may be compared."""
-    measured = "measured is the workload with its own module and batch"
-    predicted = f"predicted is the job, {model_words(measurement.job)} at the job's batch and sequence length"
-    return [f"{measured}; {predicted}: the two agree as far as they are the same"] if measurement.workload else []
+    measured = "measured: the workload, with its own module and batch"
+    predicted = f"predicted: the job, {model_words(measurement.job)} with the job's batch and sequence length"
+    return [f"{measured}; {predicted}. Compare the two only if they are the same."] if measurement.workload else []
 
 
 def how_line(measurement: Measurement) -> str:
@@ -137,8 +137,8 @@ def _on_card(one: Reserved) -> str:
     freed = f"{begin}, less than it would reserve. It frees cached blocks and tries again {plural(card.retries, 'time')}"
     if not card.fits:
         return f"{freed}, and still runs out of memory in the {card.phase}."
-    often = f"{card.retries_in_last_step:,} of them in the last step"
-    return f"{freed}, {often}. The job runs, with {format_gb(card.reserved_bytes)} reserved at most."
+    often = f"{card.retries_in_last_step:,} of them" if card.retries_in_last_step else "never"
+    return f"{freed}, {often} in the last step. The job runs, with {format_gb(card.reserved_bytes)} reserved at most."
 
 
 def _reserved_payload(one: Reserved) -> dict[str, object]:

@@ -62,7 +62,7 @@ def _head(found: Diagnosis, where: str) -> Iterator[str]:
         yield f"Out of memory: {format_size(failure.asked_bytes)} were requested{by}, {_during(found.part)}, with"
         yield f"{format_size(found.live_bytes)} in use and {format_size(failure.free_bytes)} left by the driver"
     piece = format_size(found.largest_free_bytes)
-    yield f"reserved in the end: {format_size(found.reserved_bytes)}, the largest free piece of it {piece}"
+    yield f"reserved in the end: {format_size(found.reserved_bytes)}; its largest free piece: {piece}"
 
 
 def _during(part: str) -> str:
@@ -71,7 +71,7 @@ def _during(part: str) -> str:
 
 
 def _held(held: tuple[Held, ...]) -> Iterator[str]:
-    yield f"{'  in use then':<{_WHAT + 2}}{'GiB':>10}{'GB':>10}  asked for by"
+    yield f"{'  in use then':<{_WHAT + 2}}{'GiB':>10}{'GB':>10}  requested by"
     for one in held:
         first, *others = [_site(one, at) for at in range(len(one.sites))] or [""]
         yield f"  {one.kind:<{_WHAT}}{one.n_bytes / GIB:>10,.2f}{one.n_bytes / GB:>10,.2f}  {first}".rstrip()
@@ -123,7 +123,7 @@ def _agreement(replayed: Replayed) -> str:
 def _of_a_failure(failure: Failure, found: Diagnosis) -> str:
     lacking = failure.asked_bytes - failure.free_bytes
     if failure.fragmented(found.largest_free_bytes):
-        idle = f"{format_size(failure.idle_bytes)} were reserved and not in use, but no one piece was large enough"
-        way_out = "its segments were expandable already" if found.replayed is None else f"{EXPANDABLE} lets them join"
-        return f"{idle}: {way_out}."
-    return f"{format_size(max(0, lacking - failure.idle_bytes))} were lacking, all that was reserved and idle counted as room."
+        idle = f"{format_size(failure.idle_bytes)} were reserved and free, but no single piece was large enough"
+        way_out = "Segments were expandable already" if found.replayed is None else f"Set {EXPANDABLE}, which joins the pieces"
+        return f"{idle}. {way_out}."
+    return f"{format_size(max(0, lacking - failure.idle_bytes))} more were needed, beyond all reserved memory that was free."

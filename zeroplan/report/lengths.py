@@ -14,7 +14,7 @@ def lengths_lines(found: Lengths, unit: Unit) -> tuple[str, ...]:
     """Return a sentence on the lengths, and a row for each way of batching."""
     rows = [
         (f"A step's peak, {unit.name}", _HEADS),
-        *((one.flags or f"{one.batching.way}, as asked", _figures(one, unit)) for one in (found.own, *found.others)),
+        *((one.flags or f"{one.batching.way}: your flags", _figures(one, unit)) for one in (found.own, *found.others)),
     ]
     table = [f"{name:<{_NAME}}" + "".join(map(str.rjust, figures, _WIDTHS)) for name, figures in rows]
     return (*filled(_sentence(found)), *table, *([_FLASH] if found.needs_flash else []))
@@ -49,12 +49,13 @@ def _sentence(found: Lengths) -> str:
     if own.batching.way == "padded":
         each = f"{own.batching.micro_batch:,} x "
     sentence = (
-        f"{len(tokens):,} sequences of {sum(tokens) / len(tokens):,.0f} tokens on average, 90 in 100 of up to "
-        f"{found.varying.within(0.9):,}, the longest of {max(tokens):,}. The longest micro-batch has {each}{own.longest:,} tokens."
+        f"{len(tokens):,} sequences: {sum(tokens) / len(tokens):,.0f} tokens on average, 90 in 100 at most "
+        f"{found.varying.within(0.9):,}, the longest {max(tokens):,}. The longest micro-batch has {each}{own.longest:,} tokens."
     )
     if own.runs_out is None:
         return sentence
     if not own.runs_out:
-        return f"{sentence} No step of {own.steps:,} runs out of memory{'' if own.fits else ', short of orders that are rare'}."
-    out = f"about {own.runs_out * own.steps:,.1f} of {own.steps:,} an epoch"
+        unless = "" if own.fits else ", except in rare orders of the sequences"
+        return f"{sentence} No step of {own.steps:,} runs out of memory{unless}."
+    out = f"about {own.runs_out * own.steps:,.1f} of {own.steps:,} in an epoch"
     return f"{sentence} Memory runs out in {_share(own.runs_out)} of the steps, {out}."

@@ -112,7 +112,7 @@ def _of_job(message: Message, answer: Estimate, found: Found | None) -> Iterator
     """Yield the failed request in the job's step, and whether prediction and message agree."""
     gpu = answer.job.cluster.gpu
     if gpu is not None and abs(int(gpu.memory_bytes.value) - message.capacity_bytes) > 0.03 * message.capacity_bytes:
-        yield f"The message is of a GPU with {_size(message.capacity_bytes)}, which is not {gpu.full_name}: check --gpu."
+        yield f"The message comes from a GPU with {_size(message.capacity_bytes)}, which is not {gpu.full_name}: check --gpu."
     yield f"Predicted: {headline(answer)}"
     yield f"peak allocated {_size(answer.peak_bytes)}, at the moment: {answer.peak.name}"
     if found is None:
@@ -123,8 +123,8 @@ def _of_job(message: Message, answer: Estimate, found: Found | None) -> Iterator
         return
     yield f"The request: {found.reason} ({found.kind}), {_size(found.n_bytes)}"
     step = "the first step" if found.step <= 0 else f"step {found.step + 1} and later"
-    yield f"made in the {found.phase}, {found.module} {'before' if found.step < 0 else 'of'} {step}"
-    yield f"predicted in tensors before it: {_size(found.live_bytes)}; the message says {_size(message.allocated_bytes)}"
+    yield f"when: in the {found.phase} {'before' if found.step < 0 else 'of'} {step}, {found.module}"
+    yield f"in tensors before it: {_size(found.live_bytes)} predicted, {_size(message.allocated_bytes)} in the message"
     if found.replayed:
         yield "A replay of this job's requests on a GPU with as much memory fails at the same request."
     yield from _judged(message, found)
@@ -134,7 +134,7 @@ def _judged(message: Message, found: Found) -> Iterator[str]:
     """Yield whether the job could have raised the message."""
     apart = message.allocated_bytes - found.live_bytes
     if agrees(found, message):
-        yield "The message is what this job would say: it ran out as described."
+        yield "The job that you described would print this message."
     elif found.live_bytes > message.capacity_bytes:
         yield (
             f"This job would have run out earlier: before this request it needs {_size(found.live_bytes)} in tensors. The run had "
@@ -152,7 +152,7 @@ def _judged(message: Message, found: Found) -> Iterator[str]:
 def _other_jobs(others: Sequence[Other]) -> Iterator[str]:
     """Yield the jobs that agree with the message instead of the described one."""
     if others:
-        yield "With one of these settings the job would fail at such a request with as much in tensors. Was it the run's?"
+        yield "With one of these settings the job would fail about as the message says. Did the run have one of them?"
         for one in others:
             yield f"  {one.flags}: {_size(one.found.live_bytes)} in tensors before {one.found.reason}"
 

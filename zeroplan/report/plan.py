@@ -102,9 +102,10 @@ def _beside_the_card(best: Best) -> Iterator[str]:
     """Yield the host memory that the layout needs, if any, and whether the GPU is nearly full."""
     if best.estimate.host_bytes:
         node = (best.estimate.host_bytes_per_node or 0) / GIB
-        yield f"host memory: {best.estimate.host_bytes / GIB:,.2f} GiB of a rank, {node:,.2f} GiB of a node, if it has that much"
+        of_node = f"{node:,.2f} GiB per node, which must have that much"
+        yield f"host memory: {best.estimate.host_bytes / GIB:,.2f} GiB per rank, {of_node}"
     if best.tight:
-        yield f"tight: the cache and the margin do not fit as well; set {EXPANDABLE}"
+        yield f"tight: the peak fits, but not with the allocator's cache and the margin; set {EXPANDABLE}"
 
 
 def _row(what: str, n_bytes: int) -> str:
@@ -133,11 +134,11 @@ def _budget(best: Layout, beside: Beside) -> Iterator[str]:
 def _why(best: Best) -> Iterator[str]:
     yield f"Limited by {best.binding}"
     if (more := best.one_more_gib) is not None:
-        yield from textwrap.wrap(f"One more GiB would gain {more.gain:.1%}: {layout_words(more.layout.job)}", WIDTH)
+        yield from textwrap.wrap(f"One more GiB would make it {more.gain:.1%} faster: {layout_words(more.layout.job)}", WIDTH)
     elif best.further is None:
         yield "More memory would not make it faster."
     if (kept := best.margin) is not None:
-        reason = f"{kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) would gain {kept.gain:.1%}"
+        reason = f"With {kept.missing_bytes / GIB:,.2f} GiB of the margin (--margin) it would be {kept.gain:.1%} faster"
         yield from textwrap.wrap(f"{reason}: {layout_words(kept.layout.job)}", WIDTH)
 
 
@@ -157,11 +158,11 @@ def _rankings(plan: Plan) -> Iterator[str]:
     first = plan.rankings[0]
     for one in plan.rankings:
         if one is not first and one.layout.job == first.layout.job:
-            yield f"  {one.ranking}: the {first.ranking}, too"
+            yield f"  {one.ranking}: the same as {first.ranking}"
         else:
             yield from _of_table(f"{one.ranking}: {layout_code(one.layout.job)}", one.free_bytes, one.layout.tokens_per_s)
     if len(plan.rankings) < 3:
-        yield "  cheapest: the fastest; fewer GPUs without offload would not be clearly cheaper"
+        yield "  cheapest: the same as fastest; fewer GPUs, without offload, would not be clearly cheaper"
 
 
 def _of_table(words: str, n_bytes: int, rate: float) -> Iterator[str]:

@@ -53,7 +53,7 @@ def screen_text(
     gaps = max(0, min(_GAPS, free - first - fewest))
     fewest = min(fewest, max(_KINDS_AT_LEAST, free - first))
     room = max(bool(every), free - gaps - fewest)
-    shown = list(notes_that_fit(every, room, ", and every collective"))
+    shown = list(notes_that_fit(every, room, " and every collective"))
     kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(fewest, free - gaps - len(shown))))
     return _spaced([top, job, summary, *([lengths] if lengths else []), [card[0], *kinds, *card[1:]], [*sent, *shown]], gaps)
 
@@ -100,7 +100,8 @@ def _kinds(answer: Estimate, table: Table, *, at_most: int) -> list[str]:
     ]
     if rest:
         names = textwrap.shorten(", ".join(kind.value for kind, _ in rest), _REMARK, placeholder="…")
-        rows.append(table.row(f"{len(rest)} smaller kinds", sum(size for _, size in rest), names))
+        title = f"{len(rest)} smaller kinds" if shown else "all kinds together"
+        rows.append(table.row(title, sum(size for _, size in rest), names))
     return rows
 
 
@@ -120,13 +121,13 @@ def _sent(answer: Estimate, unit: Unit) -> str:
     if not is_data_parallel(answer):
         return f"{sentence}."
     elements, sent = traffic.relative_to_ddp, traffic.relative_bytes_to_ddp
-    return f"{sentence}: {elements:.2f}x DDP's elements, {sent:.2f}x its bytes."
+    return f"{sentence}: {sent:.2f}x the bytes of DDP, {elements:.2f}x its elements."
 
 
 def notes_that_fit(notes: Sequence[str], room: int, others: str = "") -> Iterator[str]:
-    """Yield as many whole notes as fit into ``room`` lines, then the number of the rest, and ``others``."""
+    """Yield as many whole notes as fit into ``room`` lines. Then name the flag that prints the rest, and ``others``."""
     lines = [filled(f"Note: {note}") for note in notes]
     shown = next(n for n in range(len(notes), -1, -1) if not n or sum(map(len, lines[:n])) + (n < len(notes)) <= room)
     yield from (line for note in lines[:shown] for line in note)
     if left := len(notes) - shown:
-        yield f"{plural(left, 'more note' if shown else 'note')}{others}: add -v."
+        yield f"-v adds {plural(left, 'more note' if shown else 'note')}{others}."

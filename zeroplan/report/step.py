@@ -25,11 +25,11 @@ def step_text(answer: Estimate, time: StepTime, learnt: Learnt | None, notes: Se
 
 def learnt_words(learnt: Learnt) -> str:
     """Return the rates learnt from a measured run, and the jobs to which they apply."""
-    factor = f"What computes reaches {learnt.factor:.2f} of the usual rates here; the links' rates stay."
-    said = f"Measured: a step of {learnt.measured_s:,.3f} s, where {learnt.estimated_s:,.3f} s were estimated."
+    factor = f"Computing runs at {learnt.factor:.2f} of the usual rates here; the rates of the links do not change."
+    said = f"A step was measured at {learnt.measured_s:,.3f} s and estimated at {learnt.estimated_s:,.3f} s."
     if learnt.carried == 1:
-        return f"{said} {factor} Other jobs share a part of this deviation: `zeroplan plan --measured` says which."
-    return f"{said} {learnt.carried:.0%} of this deviation is expected of other layouts, as published runs show it. {factor}"
+        return f"{said} {factor} Other jobs share a part of this deviation: `zeroplan plan --measured` prints how much."
+    return f"{said} Other layouts are expected to share {learnt.carried:.0%} of this deviation, by published runs. {factor}"
 
 
 def step_payload(answer: Estimate, time: StepTime, learnt: Learnt | None, notes: Sequence[str]) -> dict[str, object]:

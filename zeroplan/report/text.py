@@ -96,7 +96,7 @@ def _states(answer: Estimate, table: Table, *, explain: bool) -> Iterator[str]:
 def _peak(answer: Estimate, table: Table, *, explain: bool) -> Iterator[str]:
     yield f"Peak allocated: {table.unit.size(answer.peak_bytes)}"
     yield f"  at this moment: {answer.peak.name}"
-    yield table.head("  alive then", "" if explain else "the largest of it; --explain lists all")
+    yield table.head("  alive then", "" if explain else "its largest tensor; --explain lists all")
     for kind, n_bytes in kinds_by_size(answer.peak.lines):
         lines = [line for line in answer.peak.lines if line.kind is kind]
         yield table.row(kind.value, n_bytes, "" if explain else main_reason(lines, _REASON))
@@ -167,7 +167,7 @@ def _communication(answer: Estimate, unit: Unit, *, explain: bool) -> Iterator[s
     yield f"Each GPU sends {unit.size(int(traffic.total_bytes))} per step,"
     if is_data_parallel(answer):
         yield (
-            f"{traffic.relative_to_ddp:.2f}x the elements and {traffic.relative_bytes_to_ddp:.2f}x the bytes of "
+            f"{traffic.relative_bytes_to_ddp:.2f}x the bytes and {traffic.relative_to_ddp:.2f}x the elements of "
             "plain data parallelism (one all-reduce of the gradients)"
         )
     time = wire_time(answer.bytes_on_slowest_link, answer.job.cluster, gpus=answer.job.mesh.world_size)

@@ -21,21 +21,18 @@ from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve.images import LOADS_TOWERS, names_in, with_images
 from zeroplan.resolve.padding import with_padding
 from zeroplan.resolve.request import OPTIONS, Request, SetupRead, fields_set, request_of
-from zeroplan.spec.adapter import PEFT_DEFAULT, PEFT_TARGETS, AdapterSpec
+from zeroplan.spec.adapter import PEFT_DEFAULT, AdapterSpec
 from zeroplan.spec.base import nearest_fields
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.hardware import ClusterSpec, node_size
 from zeroplan.spec.job import DEFAULT_ENGINE, JobSpec
-from zeroplan.spec.linear_kernels import PACKAGES, runs_by_kernels
+from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec, as_scorer
 from zeroplan.spec.pipeline import stages_per_rank
 from zeroplan.spec.recipe import (
-    AUTOMODEL_BLOCKS,
-    AUTOMODEL_NORMS,
     GATHERING,
-    LIGER_FAMILIES,
     OF_LIGER,
     ON_PAPER,
     DeepSpeedOptions,
@@ -176,7 +173,7 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
     if request.from_file is None:
         return SetupRead(request)
     if not request.from_file:
-        raise SpecError("--from '' names no file; give the path of a set-up")
+        raise SpecError("--from '' names no file; give the path of a configuration file")
     from zeroplan.resolve.set_up import read_beside  # noqa: PLC0415  only this flag needs it
 
     return read_beside(request, Path(request.from_file), chosen)
@@ -186,7 +183,7 @@ def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[
     """Return the job with the modules and FSDP2 units of the program that owns the configuration, if modelled, and notes."""
     if read.own is None and not read.own_units:
         return complete, ()
-    from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a set-up pays for it
+    from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a configuration file pays for it
 
     complete, modules_notes = by_its_own_modules(read, complete, chosen)
     complete, units_notes = by_its_own_units(read, complete, chosen)
@@ -252,9 +249,9 @@ def _fine_tuned(model: ModelSpec, request: Request) -> ModelSpec:
         "runs": request.lora_runs, "learning": request.lora_learning, "looped": request.lora_looped, "dora": request.dora,
     }  # fmt: skip
     if request.lora_targets == PEFT_DEFAULT:
-        if model.family not in PEFT_TARGETS:
+        if not model.traits.peft_targets:
             raise SpecError(f"peft has no default layers for {model.family}; name them with --lora-targets, such as all-linear")
-        options["targets"] = PEFT_TARGETS[model.family]
+        options["targets"] = model.traits.peft_targets
     elif request.lora_targets is not None:
         from zeroplan.resolve.targets import plain_targets  # noqa: PLC0415  only adapters pay for it
 
@@ -309,7 +306,7 @@ def _model(request: Request, extra: Path | None, *, whole: bool) -> tuple[ModelS
         raise SpecError("--config '' names no file; give the path of a config.json or of its folder")
     if request.config is not None and request.config.startswith(("https://", "http://")):
         raise SpecError(
-            f"--config {request.config!r} is an address, and none is fetched; name the model with --model hf:OWNER/NAME"
+            f"--config {request.config!r} is an address, and --config reads only files; name the model with --model hf:OWNER/NAME"
         )
     if request.config is not None:
         return shape_of_config(request.config, treat_as=request.treat_as)
@@ -436,7 +433,7 @@ def _by_linear_kernels(recipe: RecipeSpec, model: ModelSpec, request: Request) -
         return replace(recipe, linear_attention="torch"), ""
     if request.linear_attention is not None or not runs_by_kernels(model, recipe):
         return recipe, ""
-    return replace(recipe, linear_attention="kernels"), _KERNELS.format(PACKAGES[model.family])
+    return replace(recipe, linear_attention="kernels"), _KERNELS.format(model.traits.kernels)
 
 
 def mesh_of(request: Request, gpus: int) -> MeshSpec:
@@ -529,7 +526,7 @@ def _ignored_options(recipe: RecipeSpec) -> Iterator[str]:
 
 def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
     """Return the request without a file's Liger kernels if they are not modelled for the family, and a note."""
-    if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.family in LIGER_FAMILIES):
+    if "liger-" not in (request.fused_kernels or "") or (model.profile is None and model.has("liger")):
         return request, ""
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
     others = [one for one in (request.fused_kernels or "").split(",") if one.strip() not in OF_LIGER]
@@ -543,15 +540,15 @@ def _automodel(request: Request, model: ModelSpec) -> Request:
     transformers' own models it recomputes whole blocks, and their norms are transformers' (components/distributed/parallelizer.py).
     """
     parts = [one for one in (request.fused_kernels or "").split(",") if one]
-    if model.family not in AUTOMODEL_NORMS:
+    if not model.has("automodel"):
         parts = [one for one in parts if one != "norm-in-one"]
-    if model.family not in AUTOMODEL_NORMS or model.moe is None:  # other models have torch's linear layers
+    if not model.has("automodel") or model.moe is None:  # other models have torch's linear layers
         parts = [one for one in parts if not one.startswith("te-")]
-    if model.moe is None or (model.family not in AUTOMODEL_NORMS and (request.expert_parallel or 1) == 1):
+    if model.moe is None or (not model.has("automodel") and (request.expert_parallel or 1) == 1):
         parts = [one for one in parts if one not in GATHERING]
     if (request.expert_parallel or 1) > 1:
         parts = ["router-kept" if one == "inputs-kept" else one for one in parts]
-    elif "inputs-kept" in parts and model.family not in AUTOMODEL_BLOCKS:
+    elif "inputs-kept" in parts and not model.has("automodel blocks"):
         parts.remove("inputs-kept")
         request = replace(request, recompute="full") if request.recompute == "selective" else request
     return replace(request, fused_kernels=",".join(parts) or None)

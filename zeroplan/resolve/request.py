@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.resolve.options import (
@@ -125,7 +125,8 @@ class Request(Spec):
         "With --lora-runs: how many of the adapters have optimizer states. (default: all)", MODEL, "N",
     )})
     lora_looped: bool | None = field(default=None, metadata={"option": Option(
-        "With --lora-runs: products run one adapter after the other, as off Hopper before 30 January 2026.", SWITCHES,
+        "With --lora-runs: products run one adapter after the other, as on other GPUs than Hopper before 30 January 2026.",
+        SWITCHES,
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
         "With --quantize under mixed precision: which unquantised weights are converted to fp32. all: "
@@ -196,12 +197,7 @@ class Request(Spec):
         control=Control("Precision", OF_RECIPE, "bf16-mixed"),
     )})
     optimizer: Optimizer | None = field(default=None, metadata={"option": Option(
-        "adamw, adam, sgd, sgd-momentum, adagrad, rmsprop, adafactor, lion or muon; bitsandbytes' adamw-8bit, lion-8bit, "
-        "lion-32bit, ademamix-8bit, ademamix-32bit, rmsprop-8bit, rmsprop-32bit and, with paged- before them, adamw, lion and "
-        "ademamix in both widths; torchao-adamw-8bit, -4bit, -fp8 or torchao-adamw; schedule-free-adamw or -sgd; stable-adamw; "
-        "flash-adamw or flash-adamw-32bit; adam-mini, apollo, galore, soap, shampoo, shampoo-1024, grokadamw, lomo, "
-        "adalomo or dion-muon; Transformer Engine's te-adam, te-adam-remainders or te-adam-masters. (default: adamw)",
-        RECIPE, "NAME",
+        f"One of {', '.join(get_args(Optimizer))}. (default: adamw)", RECIPE, "NAME",
         "recipe.optimizer", control=Control("Optimizer", OF_RECIPE, "adamw"),
     )})
     optimizer_impl: OptimizerImpl | None = field(default=None, metadata={"option": Option(
@@ -237,7 +233,7 @@ class Request(Spec):
     )})
     reentrant: bool | None = field(default=None, metadata={"option": Option(
         "With --recompute full and engine ddp: checkpoints are reentrant (`use_reentrant`), and hold a block's output "
-        "during its backward. (default: as the release of transformers has it, reentrant before 5.0)",
+        "during its backward. (default: as in the release of transformers, reentrant before 5.0)",
         SWITCHES, sets="recipe.reentrant",
     )})
     offload_activations: bool | None = field(default=None, metadata={"option": Option(
@@ -308,9 +304,9 @@ class Request(Spec):
                         hint="whether the training loop keeps the model's output"),
     )})
     modules: WhoseModules | None = field(default=None, metadata={"option": Option(
-        "Whose implementation of the model is trained: transformers', or torchtitan's own Llama 3 of release 0.2.2 "
-        "(torchtitan) or 0.3.0 (torchtitan-0.3), engine fsdp2. "
-        "(default: transformers, or as the file of --from has it)", RECIPE, "NAME",
+        "Whose implementation of the model is trained: transformers, or torchtitan's own Llama 3 of release 0.2.2 "
+        "(torchtitan) or 0.3.0 (torchtitan-0.3), with engine fsdp2. (default: transformers, or as in the file of --from)",
+        RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
         "The release of transformers, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
@@ -355,8 +351,8 @@ class Request(Spec):
     )})
     lengths: str | None = field(default=None, metadata={"option": Option(
         "For sequences of several lengths: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "
-        "lognormal(MEAN,SPREAD,SEQUENCES), SPREAD of the logarithm. Estimates the longest micro-batch of a run, and the peaks "
-        "of its steps. --seq-len cuts sequences.", BATCH, "FILE",
+        "lognormal(MEAN,SPREAD,SEQUENCES), with SPREAD as the standard deviation of the logarithm. Estimates the longest "
+        "micro-batch of a run, and the peaks of its steps. --seq-len cuts sequences.", BATCH, "FILE",
     )})
     padding_free: bool | None = field(default=None, metadata={"option": Option(
         "With --lengths: join the sequences of a micro-batch instead of padding them (needs --attention flash).", SWITCHES,
@@ -370,7 +366,7 @@ class Request(Spec):
         "--micro-batch x --grad-accum sequences (needs --attention flash).", BATCH, "TOKENS",
     )})
     micro_batch: Count | None = field(default=None, metadata={"option": Option(
-        "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one. "
+        "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one rank. "
         "(default: 1)",
         BATCH, "N", "batch.micro_batch_size", searched=True,
         control=Control("Sequences per micro-batch", OF_BATCH, "1", kind="number", most=256),

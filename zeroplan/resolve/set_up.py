@@ -29,7 +29,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     setup = read_setup(path, gpus=request.gpus)
     where = f"{name_of(setup.kind)} {str(path)!r}"
     if setup.deepspeed is not None and request.deepspeed_config is not None:
-        raise SpecError(f"--deepspeed-config beside {where}, which brings its own; leave one of them out")
+        raise SpecError(f"--deepspeed-config and {where} both configure DeepSpeed; leave one of them out")
     by_user = {field.name: value for field in fields(request) if (value := getattr(request, field.name)) is not None}
     found = request_settings(setup, by_user, where)
     request = replace(request, from_file=None, **found.flags)  # type: ignore[arg-type]  # Request checks every field

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import CONVERTED, FIRST, HEAD, OF_LINEAR, OLD_ROUTER, ROUTER, SECOND, linear_layers
+from zeroplan.spec.adapter import FIRST, HEAD, OF_LINEAR, OLD_ROUTER, ROUTER, SECOND, linear_layers
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.params import layout, runs_in_order
 
@@ -100,8 +100,8 @@ def smaller_sides(model: ModelSpec, layers: frozenset[str]) -> dict[str, int]:
 
 def _old_names(model: ModelSpec) -> tuple[str, ...]:
     """Return the names in transformers 4 by which peft finds the experts and the router of this model."""
-    converted = model.moe is not None and not model.has_separate_experts and model.family in CONVERTED
-    return (*CONVERTED[model.family], OLD_ROUTER) if converted else ()
+    converted = model.moe is not None and not model.has_separate_experts and bool(model.traits.converted)
+    return (*model.traits.converted, OLD_ROUTER) if converted else ()
 
 
 def _modules(model: ModelSpec) -> list[tuple[tuple[int, str], list[str]]]:

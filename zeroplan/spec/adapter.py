@@ -1,23 +1,20 @@
 """Options of LoRA and QLoRA: low-rank adapters beside frozen weights."""
 
 import re
-from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec
+from zeroplan.spec.family import LATENT_OF_EXPERTS, MAMBA, OF_MIXTRAL, TRAITS, families, traits_of
+from zeroplan.spec.traits import ATTENTION, MLP, Layers
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
 #: The head, which peft adapts where it is named, and ``all-linear`` leaves out.
 HEAD = "lm_head"
 #: Names for several linear layers; ``all-linear`` is peft's own. Those of a family with Llama's names.
 GROUPS: dict[str, tuple[str, ...]] = {"all-linear": (*ATTENTION, *MLP), "attention": ATTENTION, "mlp": MLP}
 
-#: The targets of a file that names no layers, and the layers that peft then adapts, by model type; it has no default for others.
-#: Source: peft 0.21.2, utils/constants.py, TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.
+#: The targets of a file that names no layers: those of :attr:`Traits.peft_targets`.
 PEFT_DEFAULT = "peft-default"
-PEFT_TARGETS = dict.fromkeys(("llama", "mistral", "mixtral", "qwen2", "qwen3", "gemma2", "gemma3_text"), "q_proj,v_proj")
 
 #: The targets of a tool that lists the names of all modules of this class: without experts and routers of their own class.
 OF_LINEAR = "nn.Linear"
@@ -32,34 +29,11 @@ Upcast = Literal["none", "norms", "all"]
 Dora = Literal["none", "peft", "torchtune"]
 
 
-class Layers(NamedTuple):
-    """The names of a family's linear layers that peft can adapt, in the order in which a block runs them."""
-
-    attention: tuple[str, ...] = ATTENTION
-    mlp: tuple[str, ...] = MLP
-    others: tuple[str, ...] = ()
-    """Those of linear attention, of Mamba-2, and of a router or a gate that is an ``nn.Linear``."""
-
-    @property
-    def every(self) -> tuple[str, ...]:
-        """All of them: what ``all-linear`` means."""
-        return (*self.others, *self.attention, *self.mlp)
-
-
 #: The weights of all experts of a layer, and the router's, which peft adapts without a linear layer of their own. These ends of
 #: names are entries of its ``target_parameters``.
 FIRST, SECOND, ROUTER = "experts.gate_up_proj", "experts.down_proj", "gate.weight"
-#: In these families peft takes the name of an expert's layer in transformers 4 (gate, up, down), or the router's, for the weights
-#: above. Dense layers and shared experts, whose layers have the same names, then get no adapters.
-#: Source: peft 0.21.2, utils/transformers_weight_conversion.py, _convert_peft_config_moe.
-OLD_ROUTER, _OF_MIXTRAL = "gate", ("w1", "w3", "w2")
-CONVERTED: Mapping[str, tuple[str, str, str]] = {
-    **dict.fromkeys(("mixtral", "minimax_m2"), _OF_MIXTRAL),
-    **dict.fromkeys((
-        "olmoe", "qwen3_moe", "qwen3_next", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1",
-        "solar_open", "deepseek_v2", "exaone_moe",
-    ), MLP),
-}  # fmt: skip
+#: The router's name in transformers 4.
+OLD_ROUTER = "gate"
 
 
 class Stacked(NamedTuple):
@@ -78,85 +52,18 @@ class Stacked(NamedTuple):
     """prime-rl's adapters of all weights, of which a batch uses one; 0 without them."""
 
 
-_JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
-_GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
-_LATENT = Layers(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
-_UNGATED = Layers(mlp=("up_proj", "down_proj"))
-_JOINT_QKV = Layers(("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"))
-_SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), ("in_proj",))
-_MAMBA = Layers(others=("in_proj", "out_proj"))
-#: Nemotron 3's projections around its experts, where these have a latent.
-LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
-#: Gemma 4's layers around the embedding of each layer, and the one before the blocks that all layers read (E2B and E4B).
-OF_EMBEDDINGS, TO_ALL_LAYERS = ("per_layer_input_gate", "per_layer_projection"), "per_layer_model_projection"
-#: NeMo AutoModel's projection in front of a prediction's attention.
-JOINING = "eh_proj"
-#: Families whose linear layers have other names than Llama's. Experts and most routers are no linear layers in transformers 5.
-LAYERS_OF: Mapping[str, Layers] = {
-    "phi3": Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
-    "phi": Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
-    "opt": Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
-    "glm": _JOINT, "glm4": _JOINT, "gemma4_text": Layers(others=("proj", *OF_EMBEDDINGS, TO_ALL_LAYERS)),
-    "gpt_oss": _ALONE, "granitemoe": _ALONE, "llama4_text": Layers(others=("router",)),
-    "mixtral": Layers(mlp=_OF_MIXTRAL), "minimax_m2": Layers(mlp=_OF_MIXTRAL), "qwen2_moe": Layers(others=("shared_expert_gate",)),
-    "qwen3_next": Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")),
-    "qwen3_5_text": Layers(others=_GATED_DELTA), "qwen3_5_moe_text": Layers(others=(*_GATED_DELTA, "shared_expert_gate")),
-    "olmo_hybrid": Layers(others=("a_proj", "b_proj", "g_proj")),
-    "granitemoehybrid": Layers(mlp=("input_linear", "output_linear"), others=_MAMBA.others),
-    "bamba": _MAMBA, "falcon_h1": _MAMBA, "nemotron_h": _UNGATED._replace(others=(*_MAMBA.others, *LATENT_OF_EXPERTS, JOINING)),
-    "starcoder2": Layers(mlp=("c_fc", "c_proj")), "gpt_neox": _JOINT_QKV, "bloom": _JOINT_QKV, "falcon": _JOINT_QKV,
-    "gpt2": Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
-    "arcee": _UNGATED, "jais2": _UNGATED, "apertus": _UNGATED, "lfm2": _SHORT, "lfm2_moe": _SHORT,
-    "deepseek_v3": _LATENT, "deepseek_v2": _LATENT, "mistral4": _LATENT, "youtu": _LATENT,
-    "deepseek_v32": _LATENT, "glm_moe_dsa": _LATENT, "glm4_moe_lite": _LATENT,
-}  # fmt: skip
-_LLAMA = Layers()
 _OF_EXPERTS = (OLD_ROUTER, FIRST, SECOND, ROUTER)
-_NAMES = (*dict.fromkeys(name for one in (_LLAMA, *LAYERS_OF.values()) for name in one.every), *_OF_EXPERTS)
+_NAMES = (
+    *dict.fromkeys(name for one in (Layers(), *(one.layers for one in TRAITS.values())) for name in one.every),
+    *_OF_EXPERTS,
+)
 
-#: Families whose blocks with adapters are modelled.
-ADAPTED_FAMILIES = (
-    "llama", "mistral", "ministral3", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere", "cohere2",
-    "phi", "granitemoe", "mixtral", "olmoe", "minimax_m2", "qwen2_moe", "qwen3_moe",
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1",
-    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "gpt_oss",
-    "arcee", "jais2", "cwm", "helium", "lfm2", "apertus", "starcoder2", "gpt_neox", "gpt2", "bloom", "falcon",
-    "stablelm", "mistral4", "hy_v3", "lfm2_moe", "solar_open", "deepseek_v2", "exaone_moe",
-    "opt", "olmo_hybrid", "internlm3", "youtu",
-)  # fmt: skip
-#: Families with experts whose modules prime-rl replaces by its own, and that are modelled with these.
-OF_PRIME_RL = ("qwen3_moe", "glm4_moe")
-#: Of these, families that are modelled also with GPTQ's weights, with fused kernels, and under FSDP1 and DeepSpeed's stage 3.
-ADAPTED_LIKE_LLAMA = (
-    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "smollm3", "gemma2", "gemma3_text", "olmo2", "granite",
-)  # fmt: skip
-#: Families with experts that are modelled under FSDP1, too: with weights in four bits, and adapters of linear layers.
-ADAPTED_UNDER_FSDP1 = ("mixtral", "qwen3_moe")
-#: Families whose blocks with adapters are modelled in 16 bits or fp32 alone. Autocast, which then runs on 16-bit weights, widens
-#: other tensors of theirs than in full training (LayerNorm, sums): up to 16 % of a small model.
-NOT_UNDER_AUTOCAST = (
-    "llama4_text", "phi", "olmoe", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "dots1", "jais2", "apertus", "starcoder2",
-    "gpt_neox", "gpt2", "bloom", "falcon", "stablelm", "mistral4", "hy_v3", "solar_open", "deepseek_v2", "exaone_moe", "opt",
-    "youtu",
-)  # fmt: skip
-#: Families that are modelled under autocast without adapters of experts and routers.
-BARE_EXPERTS_UNDER_AUTOCAST = ("glm4_moe", "glm4_moe_lite")
 #: Activation functions that autocast computes in fp32, a dtype that layers in few bits hand on.
 WIDENED = ("relu2", "gelu_new")
-#: Families whose weights in few bits are not modelled: with an indexer, a trained activation function, ``Conv1D`` (GPT-2), or
-#: linear layers of their own class, which transformers leaves as they are (Falcon).
-NOT_QUANTISED = ("deepseek_v32", "glm_moe_dsa", "apertus", "gpt2", "falcon")
-
-#: Families that run stacked experts by ``grouped_mm``, beside those whose names peft converts.
-STACKED = ("gpt_oss", "granitemoe", "qwen2_moe", "qwen3_5_moe_text", *CONVERTED)
-#: Families whose experts' weights have their input features first.
-TRANSPOSED = ("gpt_oss",)
-#: Families in which peft refuses an adapter of Mamba-2's output projection (tuners/tuners_utils.py,
-#: _check_lora_target_modules_mamba).
-OUTPUT_REFUSED = ("nemotron_h", "falcon_h1")
+#: Families that run stacked experts by ``grouped_mm``.
+STACKED = families(lambda one: one.stacked or one.converted)
 #: The linear layers of Nemotron-H's blocks, which have one module each, by the letter of the pattern.
-_ONE_MODULE = {"M": _MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT_OF_EXPERTS)}
+_ONE_MODULE = {"M": MAMBA.others, "*": ATTENTION, "-": MLP, "E": (*MLP, *LATENT_OF_EXPERTS)}
 
 
 def refused_layers(family: str, layers: tuple[str, ...], *, of_peft: bool = True) -> str:
@@ -164,14 +71,12 @@ def refused_layers(family: str, layers: tuple[str, ...], *, of_peft: bool = True
 
     Not ``of_peft``: NeMo AutoModel's, which are no weights of experts, and of Mamba-2's output projection, too; or prime-rl's.
     """
-    if not set(layers) & {*LAYERS_OF.get(family, _LLAMA).every, HEAD, *_OF_EXPERTS}:
-        return (
-            f"a {family} model has none of these linear layers; name some of {', '.join(LAYERS_OF.get(family, _LLAMA).every)}"
-        )
+    if not set(layers) & {*traits_of(family).layers.every, HEAD, *_OF_EXPERTS}:
+        return f"a {family} model has none of these linear layers; name some of {', '.join(traits_of(family).layers.every)}"
     refused = _refused_experts(family, set(layers)) if of_peft else ""
     if refused:
         return refused
-    if family in OUTPUT_REFUSED and "out_proj" in layers and of_peft:
+    if not traits_of(family).adapted_output and "out_proj" in layers and of_peft:
         return f"peft refuses an adapter of out_proj in a {family} model; use --lora-targets attention,mlp,in_proj"
     if family == "llama4_text" and "router" in layers:
         return "peft cannot run an adapter of Llama 4's router, which returns two tensors; use --lora-targets attention,mlp"
@@ -180,7 +85,7 @@ def refused_layers(family: str, layers: tuple[str, ...], *, of_peft: bool = True
 
 def _refused_experts(family: str, layers: set[str]) -> str:
     """Return the same for the weights of all experts and of the router."""
-    first, old = CONVERTED.get(family, ())[:2], family in CONVERTED
+    first, old = traits_of(family).converted[:2], bool(traits_of(family).converted)
     if len(layers & {*first}) == 1:
         return (
             f"peft adapts {' and '.join(first)} of a {family} model's experts, which are one weight, only together; name both"
@@ -198,13 +103,13 @@ def linear_layers(family: str, *, separate_experts: bool = False) -> frozenset[s
     transformers 5.23, integrations/bitsandbytes.py, replace_with_bnb_linear: no subclass of ``nn.Linear``, as Llama 4's router is.
     """
     if separate_experts:
-        return frozenset((*ATTENTION, OLD_ROUTER, *_OF_MIXTRAL))
-    return frozenset(LAYERS_OF.get(family, _LLAMA).every) - {"router"}
+        return frozenset((*ATTENTION, OLD_ROUTER, *OF_MIXTRAL))
+    return frozenset(traits_of(family).layers.every) - {"router"}
 
 
 def first_is_bare(family: str, layers: tuple[str, ...], first: str) -> bool:
     """Whether the first layer has no adapter. ``first``: its letter in the model's pattern, M for linear attention, or empty."""
-    own = LAYERS_OF.get(family, _LLAMA)
+    own = traits_of(family).layers
     there = {"M": (*own.others, *own.mlp), "C": (*own.others, "out_proj", *own.mlp)}.get(first, own.every)
     there = own.every if family == "olmo_hybrid" else there  # whose linear attention has projections of the same names
     return not set(layers) & set(_ONE_MODULE[first] if family == "nemotron_h" else there)
@@ -355,7 +260,7 @@ class AdapterSpec(Spec):
         >>> AdapterSpec(rank=8, targets="mlp").layers_in("glm4")
         ('gate_up_proj', 'down_proj')
         """
-        own, routers = LAYERS_OF.get(family, _LLAMA), (OLD_ROUTER,) if family in CONVERTED and self.is_of_peft else ()
+        own, routers = traits_of(family).layers, (OLD_ROUTER,) if traits_of(family).converted and self.is_of_peft else ()
         groups = {"all-linear": (*own.every, *routers), "attention": own.attention, "mlp": own.mlp}
         named = {one for name in self.targets.split(",") for one in groups.get(name.strip(), (name.strip(),))}
         return tuple(name for name in (*own.every, HEAD, *_OF_EXPERTS) if name in named)
@@ -366,7 +271,7 @@ class AdapterSpec(Spec):
         >>> AdapterSpec(rank=8, targets="o_proj,mlp").linear_in("qwen3_moe")
         ('o_proj',)
         """
-        others = {*(CONVERTED.get(family, ()) if self.is_of_peft else ()), *_OF_EXPERTS}
+        others = {*(traits_of(family).converted if self.is_of_peft else ()), *_OF_EXPERTS}
         return tuple(name for name in self.layers_in(family) if name not in others)
 
     def stacked_in(self, family: str) -> Stacked:
@@ -378,8 +283,8 @@ class AdapterSpec(Spec):
         if self.automodel:
             return Stacked(grouped=self.experts_rank)
         if self.runs:
-            return Stacked(runs=self.runs * ("all-linear" in self.targets and family in OF_PRIME_RL))
-        names, (gate, _, down) = set(self.layers_in(family)), CONVERTED.get(family, ("", "", ""))
+            return Stacked(runs=self.runs * ("all-linear" in self.targets and "prime-rl" in traits_of(family).modelled))
+        names, (gate, _, down) = set(self.layers_in(family)), traits_of(family).converted or ("", "", "")
         return Stacked(
             2 if gate in names else int(FIRST in names), bool({down, SECOND} & names), bool({OLD_ROUTER, ROUTER} & names)
         )

@@ -3,13 +3,12 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import refuse
+from zeroplan.spec.family import modelled
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
 COMPILED_BLOCKS, COMPILED_LOSS = "compiled-blocks", "compiled-loss"
-#: Families whose compiled blocks were compared with torch's own compiler.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def check_compiled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
@@ -51,7 +50,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
     yield not recipe.precision.startswith("bf16") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"
     yield model.profile is not None and "a profile", "a model of the catalogue"
-    yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
+    yield not model.has("compiled blocks") and f"a {model.family} model", f"one of {', '.join(modelled('compiled blocks'))}"
     yield _fills_rows(model) and f"widths that {_FILLED_TO} does not divide", "a model whose widths it divides"
     # flash-attn's call breaks the graph: inside a checkpoint torch then runs the block without the compiler
     yield recipe.attention != "sdpa" and f"attention {recipe.attention!r}", "'sdpa'"

@@ -5,233 +5,292 @@ its ``config.json``. Source of every row: ``modeling_<family>.py`` and ``configu
 """
 
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, get_args
+from typing import Final, Literal, get_args
+
+from zeroplan.spec.traits import MLP, Activation, Layers, Modelled, Traits
 
 #: Families by their ``model_type``.
 Family = Literal[
-    "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee",
-    "jais2", "helium", "stablelm", "gemma", "gemma2",
-    "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite", "ernie4_5", "glm", "glm4", "cohere",
-    "cohere2", "starcoder2", "gpt2", "gpt_neox", "phi", "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax",
-    "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
-    "qwen3_moe", "qwen3_next",
-    "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba", "falcon_h1", "deepseek_v2",
-    "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open",
-    "hy_v3", "exaone_moe",
-    "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon", "olmo_hybrid", "internlm3",
-    "youtu",
+    "llama", "mistral", "ministral3", "cwm", "qwen2", "qwen3", "seed_oss", "smollm3", "hunyuan_v1_dense", "arcee", "jais2",
+    "helium", "stablelm", "gemma", "gemma2", "gemma3_text", "gemma4_text", "phi3", "olmo2", "olmo3", "exaone4", "granite",
+    "ernie4_5", "glm", "glm4", "cohere", "cohere2", "hyperclovax", "starcoder2", "gpt2", "gpt_neox", "phi",
+    "opt", "bloom", "mixtral", "granitemoe", "olmoe", "minimax_m2", "minimax", "hunyuan_v1_moe", "ernie4_5_moe", "qwen2_moe",
+    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text", "granitemoehybrid", "nemotron_h", "bamba",
+    "falcon_h1", "deepseek_v2", "deepseek_v3", "kimi_linear", "deepseek_v32", "glm_moe_dsa", "mistral4", "glm4_moe_lite",
+    "glm4_moe", "dots1", "solar_open", "hy_v3", "exaone_moe", "gpt_oss", "lfm2", "lfm2_moe", "apertus", "falcon",
+    "olmo_hybrid", "internlm3", "youtu",
 ]  # fmt: skip
-#: Activation functions of an MLP that are modelled, by transformers' names (``activations.py``, ``ACT2CLS``).
-Activation = Literal[
-    "silu", "swish", "gelu", "gelu_pytorch_tanh", "gelu_new", "gelu_fast", "quick_gelu", "mish", "hardswish", "leaky_relu",
-    "relu", "relu6", "relu2", "sigmoid", "tanh",
-]  # fmt: skip
-#: Activation functions that are one operator which saves only its input, like SiLU.
-SAVES_ITS_INPUT: tuple[str, ...] = ("silu", "swish", "gelu", "gelu_pytorch_tanh", "mish", "hardswish", "leaky_relu", "relu6")
 
+#: The names of an expert's layers of Mixtral in transformers 4.
+OF_MIXTRAL: Final = ("w1", "w3", "w2")
+_JOINT, _ALONE = Layers(mlp=("gate_up_proj", "down_proj")), Layers(mlp=())
+_GATED_DELTA = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+_LATENT = Layers(("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"))
+_UNGATED = Layers(mlp=("up_proj", "down_proj"))
+_JOINT_QKV = Layers(("query_key_value", "dense"), ("dense_h_to_4h", "dense_4h_to_h"))
+_SHORT = Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("w1", "w3", "w2"), ("in_proj",))
+MAMBA = Layers(others=("in_proj", "out_proj"))
+#: Nemotron 3's projections around its experts, where these have a latent.
+LATENT_OF_EXPERTS = ("fc1_latent_proj", "fc2_latent_proj")
+#: Gemma 4's layers around the embedding of each layer, and the one before the blocks that all layers read (E2B and E4B).
+OF_EMBEDDINGS, TO_ALL_LAYERS = ("per_layer_input_gate", "per_layer_projection"), "per_layer_model_projection"
+#: NeMo AutoModel's projection in front of a prediction's attention.
+JOINING = "eh_proj"
+_OF_DELTA, OF_MAMBA = "flash-linear-attention and causal-conv1d", "mamba_ssm and causal-conv1d"
 
-class Traits(NamedTuple):
-    """The differences between a family and Llama."""
-
-    file: str
-    """Its file in ``zeroplan/transformer/families``."""
-    activation: Activation = "silu"
-    """The activation function of its published models, and its class's default."""
-    other_activations: bool = True
-    """A config may choose another activation function."""
-    window: bool = False
-    """It may have a sliding window."""
-    global_every: int | None = None
-    """The period of alternating layers: one layer per period has full attention, the others a window or linear attention."""
-    global_first: bool = False
-    """That layer is the first of each period, else the last."""
-    linear: bool = False
-    """Its other layers have linear attention."""
-    pattern: str = ""
-    """A config gives the kind of each layer; the letters of the kinds that it may have (``KINDS_OF_LETTERS``)."""
-    one_module: bool = False
-    """Each block is one module behind a norm: a state space, attention, an MLP, or experts."""
-    one_kind: bool = False
-    """All layers are of one kind: attention beside a state space, gated or normalised."""
-    may_be_dense: bool = False
-    """A model of the family may have no experts."""
-    unturned_models: bool = False
-    """A config may turn rotary positions off."""
-    unturned: bool = False
-    """That one layer per period has no rotary positions."""
-    experts: Literal["none", "on this rank", "dispatched"] = "none"
-    """Whether its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
-    shared_experts: bool = False
-    """It may have shared experts, which every token visits."""
-    routes_in_32_bits: bool = False
-    """The router's weights stay in fp32, and therefore the experts' weighted outputs as well."""
-    wide_router: bool = False
-    """The router's weights are fp32 in a model of 16 bits, unless the engine casts them."""
-    dense_layers: bool = False
-    """Its first layers may have a dense MLP."""
-    one_width: bool = False
-    """Its experts are as wide as ``intermediate_size``."""
-    learned_positions: bool = False
-    """A learned position embedding is added to the token's embedding."""
-    biased_output: bool = True
-    """If attention's projections have biases, the output projection has one too."""
-    head_norms: bool | None = False
-    """Queries and keys are normalised over each head; None: the config decides."""
-    plain_heads: bool = False
-    """The head width is hidden / heads, and there are as many key/value heads as query heads."""
-    divides_logits: bool = False
-    """The model divides its logits by a constant before the loss. Liger has no fused loss for that."""
-    angles_of_kinds: bool = False
-    """Layers with a window have their own rotary tables."""
-    turned: int = 1
-    """Rotary positions rotate 1/``turned`` of each head."""
-    turned_width: int = 0
-    """Or they rotate this many elements of each head."""
-    head_bias: bool = False
-    """The head has a bias."""
-    latent: bool = False
-    """It has multi-head latent attention."""
-    indexed: bool = False
-    """An indexer, which gets no gradient, picks the keys of each query (DeepSeek's sparse attention)."""
-    masks_all: bool = False
-    """Every layer gets a mask for ``scaled_dot_product_attention``, whatever the batch."""
-    sdpa: bool = True
-    """transformers runs it with ``scaled_dot_product_attention`` (``_supports_sdpa``), else with eager attention."""
-
+_IN_ONE_DTYPE: frozenset[Modelled] = frozenset({"adapters", "quantised adapters"})
+_LORA: frozenset[Modelled] = _IN_ONE_DTYPE | {"adapters under autocast"}
+_WITH_EXPERTS: frozenset[Modelled] = _LORA | {"experts' adapters under autocast"}
+_DENSE: frozenset[Modelled] = _LORA | {"float8", "offloaded activations"}
+_LLAMA_LIKE: frozenset[Modelled] = _DENSE | {
+    "adapters everywhere", "frozen parts", "older releases", "split", "compiled blocks", "pipeline", "rounded weights", "megatron",
+    "megatron adapters", "liger",
+}  # fmt: skip
 
 TRAITS: Mapping[str, Traits] = {
-    "llama": Traits("llama"),
-    "mistral": Traits("llama", window=True),
-    "ministral3": Traits("llama", window=True),
-    "cwm": Traits("llama", window=True, global_every=4, global_first=True),
-    "qwen2": Traits("llama", biased_output=False, window=True),
-    "qwen3": Traits("llama", head_norms=True, window=True),
-    "seed_oss": Traits("llama", biased_output=False),
-    "smollm3": Traits("llama", global_every=4, unturned=True),
-    "hunyuan_v1_dense": Traits("llama", head_norms=True),
-    "arcee": Traits("llama", "relu2"),
-    "jais2": Traits("llama", "relu2"),
-    "helium": Traits("helium", biased_output=False),
-    "stablelm": Traits("stablelm", biased_output=False, turned=4),
-    "gemma": Traits("gemma", "gelu_pytorch_tanh"),
-    "gemma2": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False),
-    "gemma3_text": Traits("gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True),
+    "llama": Traits("llama", peft_targets="q_proj,v_proj", modelled=_LLAMA_LIKE | {"automodel", "automodel blocks"}),
+    "mistral": Traits("llama", window=True, peft_targets="q_proj,v_proj", modelled=_LLAMA_LIKE),
+    "ministral3": Traits("llama", window=True, modelled=_DENSE | {"automodel", "automodel blocks"}),
+    "cwm": Traits("llama", window=True, global_every=4, global_first=True, modelled=_DENSE),
+    "qwen2": Traits(
+        "llama", biased_output=False, window=True, late_window=True, peft_targets="q_proj,v_proj",
+        modelled=_LLAMA_LIKE | {"automodel", "automodel blocks"},
+    ),
+    "qwen3": Traits(
+        "llama", head_norms=True, window=True, late_window=True, peft_targets="q_proj,v_proj",
+        modelled=(_LLAMA_LIKE - {"older releases"}) | {"automodel blocks"},
+    ),
+    "seed_oss": Traits("llama", biased_output=False, modelled=_DENSE | {"adapters everywhere", "split", "pipeline"}),
+    "smollm3": Traits("llama", global_every=4, unturned=True, modelled=_DENSE | {"adapters everywhere", "liger"}),
+    "hunyuan_v1_dense": Traits("llama", head_norms=True, modelled=_DENSE),
+    "arcee": Traits("llama", "relu2", gated=False, layers=_UNGATED, modelled=_DENSE),
+    "jais2": Traits(
+        "llama", "relu2", layer_norms=True, gated=False, layers=_UNGATED,
+        modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
+    ),
+    "helium": Traits("helium", biased_output=False, modelled=_DENSE),
+    "stablelm": Traits(
+        "stablelm", biased_output=False, turned=4, layer_norms=True,
+        modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
+    ),
+    "gemma": Traits("gemma", "gelu_pytorch_tanh", embedding_scale=True, modelled=_LORA | {"offloaded activations", "liger"}),
+    "gemma2": Traits(
+        "gemma", "gelu_pytorch_tanh", window=True, global_every=2, sdpa=False, caps_scores=True, caps_logits=True, norms=4,
+        embedding_scale=True, peft_targets="q_proj,v_proj",
+        modelled=_DENSE | {"adapters everywhere", "liger"},
+    ),
+    "gemma3_text": Traits(
+        "gemma", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True,
+        norms=4, embedding_scale=True, peft_targets="q_proj,v_proj", modelled=_DENSE | {"adapters everywhere"},
+    ),
     "gemma4_text": Traits(
-        "gemma4", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True, experts="on this rank",
-        may_be_dense=True,
+        "gemma4", "gelu_pytorch_tanh", window=True, global_every=6, head_norms=True, angles_of_kinds=True,
+        experts="on this rank", may_be_dense=True, caps_logits=True, norms=4, embedding_scale=True,
+        layers=Layers(others=("proj", *OF_EMBEDDINGS, TO_ALL_LAYERS)),
+        modelled=_LORA,
     ),
-    "phi3": Traits("phi3", window=True),
-    "olmo2": Traits("olmo2"),
-    "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True),
-    "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True),
-    "granite": Traits("llama", divides_logits=True),
-    "ernie4_5": Traits("ernie4_5"),
-    "glm": Traits("glm4", turned=2, biased_output=False),
-    "glm4": Traits("glm4", turned=2, biased_output=False),
-    "cohere": Traits("cohere", divides_logits=True, head_norms=None),
-    "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True),
-    "starcoder2": Traits("starcoder2", "gelu_pytorch_tanh", window=True),
-    "gpt2": Traits("gpt2", "gelu_new", learned_positions=True, plain_heads=True),
-    "gpt_neox": Traits("gpt_neox", "gelu", plain_heads=True, turned=4),
-    "phi": Traits("phi", "gelu_new", plain_heads=True, turned_width=32, head_bias=True),
-    "opt": Traits("opt", "relu", learned_positions=True, plain_heads=True),
-    "bloom": Traits("bloom", "gelu_new", other_activations=False, plain_heads=True, sdpa=False),
+    "phi3": Traits(
+        "phi3", window=True, layers=Layers(("qkv_proj", "o_proj"), ("gate_up_proj", "down_proj")),
+        modelled=_DENSE | {"pipeline", "liger"},
+    ),
+    "olmo2": Traits("olmo2", modelled=_DENSE | {"adapters everywhere", "frozen parts", "liger"}),
+    "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True, modelled=_DENSE),
+    "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True, modelled=_DENSE),
+    "granite": Traits(
+        "llama", divides_logits=True, modelled=_DENSE | {"adapters everywhere", "frozen parts", "older releases"},
+    ),
+    "hyperclovax": Traits("llama", divides_logits=True, norms=4, modelled=_DENSE),
+    "ernie4_5": Traits("ernie4_5", modelled=_LORA | {"float8"}),
+    "glm": Traits("glm4", turned=2, biased_output=False, layers=_JOINT, modelled=_DENSE),
+    "glm4": Traits("glm4", turned=2, biased_output=False, norms=4, layers=_JOINT, modelled=_DENSE),
+    "cohere": Traits("cohere", divides_logits=True, head_norms=None, modelled=_DENSE),
+    "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True, modelled=_DENSE),
+    "starcoder2": Traits(
+        "starcoder2", "gelu_pytorch_tanh", window=True, layer_norms=True, gated=False, layers=Layers(mlp=("c_fc", "c_proj")),
+        modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
+    ),
+    "gpt2": Traits(
+        "gpt2", "gelu_new", learned_positions=True, plain_heads=True, layer_norms=True, gated=False,
+        layers=Layers(("c_attn", "c_proj"), ("c_fc", "c_proj")),
+        modelled=frozenset({"adapters", "offloaded activations", "megatron"}),
+    ),
+    "gpt_neox": Traits(
+        "gpt_neox", "gelu", plain_heads=True, turned=4, layer_norms=True, gated=False, layers=_JOINT_QKV,
+        modelled=_IN_ONE_DTYPE | {"offloaded activations", "pipeline"},
+    ),
+    "phi": Traits(
+        "phi", "gelu_new", plain_heads=True, turned_width=32, head_bias=True,
+        layer_norms=True, gated=False, layers=Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
+        modelled=_IN_ONE_DTYPE,
+    ),
+    "opt": Traits(
+        "opt", "relu", learned_positions=True, plain_heads=True,
+        layer_norms=True, gated=False, layers=Layers(("q_proj", "k_proj", "v_proj", "out_proj"), ("fc1", "fc2")),
+        modelled=_IN_ONE_DTYPE | {"offloaded activations"},
+    ),
+    "bloom": Traits(
+        "bloom", "gelu_new", other_activations=False, alibi=True, plain_heads=True, sdpa=False, layer_norms=True, gated=False,
+        layers=_JOINT_QKV,
+        modelled=_IN_ONE_DTYPE | {"megatron"},
+    ),
     "mixtral": Traits(
-        "mixtral", other_activations=False, window=True, experts="dispatched", one_width=True, routes_in_32_bits=True
+        "mixtral", other_activations=False, window=True, experts="dispatched", one_width=True, routes_in_32_bits=True,
+        layers=Layers(mlp=OF_MIXTRAL), converted=OF_MIXTRAL, peft_targets="q_proj,v_proj",
+        modelled=_WITH_EXPERTS | {"quantised adapters under fsdp1", "offloaded activations", "older releases", "split",
+        "pipeline", "megatron", "megatron adapters", "liger"},
     ),
-    "granitemoe": Traits("granitemoe", other_activations=False, experts="dispatched", one_width=True, divides_logits=True),
-    "olmoe": Traits("mixtral", other_activations=False, experts="dispatched", one_width=True),
+    "granitemoe": Traits(
+        "granitemoe", other_activations=False, experts="dispatched", one_width=True, divides_logits=True, layers=_ALONE,
+        stacked=True, modelled=_WITH_EXPERTS,
+    ),
+    "olmoe": Traits(
+        "mixtral", other_activations=False, experts="dispatched", one_width=True, converted=MLP, modelled=_IN_ONE_DTYPE,
+    ),
     "minimax_m2": Traits(
-        "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2
+        "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2,
+        router_bias="model's dtype", layers=Layers(mlp=OF_MIXTRAL), converted=OF_MIXTRAL,
+        modelled=_WITH_EXPERTS | {"pipeline", "automodel", "automodel blocks"},
     ),
     "minimax": Traits(
-        "minimax", other_activations=False, linear=True, pattern="M*", experts="dispatched", one_width=True, routes_in_32_bits=True
+        "minimax", other_activations=False, linear=True, pattern="M*", experts="dispatched", one_width=True,
+        routes_in_32_bits=True,
     ),
     "hunyuan_v1_moe": Traits(
-        "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True
+        "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True,
     ),
     "ernie4_5_moe": Traits(
-        "ernie4_5", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, wide_router=True
+        "ernie4_5", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, wide_router=True,
     ),
     "qwen2_moe": Traits(
-        "qwen3_next", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False
+        "qwen3_next", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False,
+        layers=Layers(others=("shared_expert_gate",)), stacked=True, modelled=_WITH_EXPERTS | {"megatron"},
     ),
     "qwen3_moe": Traits(
-        "mixtral", other_activations=False, window=True, experts="dispatched", head_norms=True, dense_layers=True
+        "mixtral", other_activations=False, window=True, experts="dispatched", head_norms=True, dense_layers=True,
+        converted=MLP, modelled=_WITH_EXPERTS | {"quantised adapters under fsdp1", "prime-rl", "offloaded activations", "split",
+        "pipeline", "megatron", "megatron adapters", "liger", "automodel", "automodel blocks"},
     ),
     "qwen3_next": Traits(
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="dispatched", shared_experts=True, turned=4,
+        layers=Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")), converted=MLP,
+        kernels=_OF_DELTA, modelled=_WITH_EXPERTS,
     ),
-    "qwen3_5_text": Traits("qwen3_next", other_activations=False, global_every=4, linear=True, turned=4),
+    "qwen3_5_text": Traits(
+        "qwen3_next", other_activations=False, global_every=4, linear=True, turned=4, layers=Layers(others=_GATED_DELTA),
+        kernels=_OF_DELTA, modelled=_LORA,
+    ),
     "qwen3_5_moe_text": Traits(
         "qwen3_next", other_activations=False, global_every=4, linear=True, experts="dispatched", shared_experts=True, turned=4,
-        one_width=True,
+        one_width=True, layers=Layers(others=(*_GATED_DELTA, "shared_expert_gate")), stacked=True, kernels=_OF_DELTA,
+        modelled=_WITH_EXPERTS,
     ),
     "llama4_text": Traits(
-        "llama4", other_activations=False, window=True, pattern="LGD", unturned=True, experts="on this rank", head_norms=None
+        "llama4", other_activations=False, window=True, pattern="LGD", unturned=True, experts="on this rank", head_norms=None,
+        layers=Layers(others=("router",)), modelled=_IN_ONE_DTYPE,
     ),
     "granitemoehybrid": Traits(
         "granitemoehybrid", other_activations=False, linear=True, pattern="M*", experts="dispatched", may_be_dense=True,
-        unturned_models=True, divides_logits=True,
+        unturned_models=True, divides_logits=True, layers=Layers(mlp=("input_linear", "output_linear"), others=MAMBA.others),
+        kernels=OF_MAMBA, modelled=_LORA,
     ),
     "nemotron_h": Traits(
         "nemotron_h", "relu2", other_activations=False, linear=True, pattern="M*-E", experts="dispatched", shared_experts=True,
         may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
+        gated=False, router_bias="model's dtype",
+        layers=_UNGATED._replace(others=(*MAMBA.others, *LATENT_OF_EXPERTS, JOINING)), adapted_output=False,
+        kernels=OF_MAMBA,
+        modelled=_LORA | {"automodel"},
     ),
-    "bamba": Traits("bamba", other_activations=False, linear=True, pattern="M*", turned=2),
+    "bamba": Traits(
+        "bamba", other_activations=False, linear=True, pattern="M*", turned=2, layers=MAMBA, kernels=OF_MAMBA, modelled=_LORA,
+    ),
     "falcon_h1": Traits(
-        "falcon_h1", other_activations=False, linear=True, pattern="HN", one_kind=True, divides_logits=True
+        "falcon_h1", other_activations=False, linear=True, pattern="HN", one_kind=True, divides_logits=True, layers=MAMBA,
+        adapted_output=False, kernels=OF_MAMBA, modelled=_LORA,
     ),
     "deepseek_v2": Traits(
-        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
+        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
+        layers=_LATENT, converted=MLP, modelled=_IN_ONE_DTYPE,
     ),
     "deepseek_v3": Traits(
-        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
+        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
+        router_bias="model's dtype", layers=_LATENT, converted=MLP,
+        modelled=_IN_ONE_DTYPE | {"pipeline", "megatron", "automodel", "automodel blocks"},
     ),
     "kimi_linear": Traits(
-        "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True, latent=True,
+        "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True,
+        latent=True, router_bias="model's dtype", kernels=_OF_DELTA,
     ),
     "deepseek_v32": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
-        indexed=True,
+        indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters"}),
     ),
     "glm_moe_dsa": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
-        indexed=True,
+        indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters", "pipeline"}),
     ),
     "mistral4": Traits(
-        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
+        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
+        layers=_LATENT, modelled=_IN_ONE_DTYPE,
     ),
     "glm4_moe_lite": Traits(
-        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True
+        "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
+        router_bias="fp32", layers=_LATENT, converted=MLP, modelled=_LORA | {"automodel", "automodel blocks"},
     ),
     "glm4_moe": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=None,
-        biased_output=False, turned=2,
+        biased_output=False, turned=2, router_bias="fp32", converted=MLP,
+        modelled=_LORA | {"prime-rl", "pipeline", "automodel", "automodel blocks"},
     ),
     "dots1": Traits(
-        "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True
+        "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
+        router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE | {"pipeline"},
     ),
     "solar_open": Traits(
-        "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False, one_width=True
+        "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False, one_width=True,
+        router_bias="fp32", converted=MLP, modelled=_IN_ONE_DTYPE,
     ),
     "hy_v3": Traits(
-        "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True
+        "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
+        router_bias="model's dtype", modelled=_IN_ONE_DTYPE | {"pipeline"},
     ),
     "exaone_moe": Traits(
-        "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched", shared_experts=True,
-        head_norms=True,
+        "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched",
+        shared_experts=True, head_norms=True, router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE,
     ),
-    "gpt_oss": Traits("gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False),
-    "lfm2": Traits("lfm2", other_activations=False, pattern="C*", head_norms=True),
-    "internlm3": Traits("llama"),
-    "youtu": Traits("deepseek", other_activations=False, latent=True),
-    "olmo_hybrid": Traits("olmo_hybrid", other_activations=False, global_every=4, linear=True, unturned_models=True),
-    "apertus": Traits("apertus", other_activations=False, head_norms=True),
-    "falcon": Traits("falcon", "gelu", masks_all=True),
-    "lfm2_moe": Traits("lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched"),
+    "gpt_oss": Traits(
+        "gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False, layers=_ALONE,
+        stacked=True, transposed=True, modelled=_WITH_EXPERTS | {"automodel", "automodel blocks"},
+    ),
+    "lfm2": Traits(
+        "lfm2", other_activations=False, pattern="C*", head_norms=True, layers=_SHORT,
+        modelled=_LORA | {"offloaded activations"},
+    ),
+    "internlm3": Traits("llama", modelled=_LORA | {"offloaded activations"}),
+    "youtu": Traits("deepseek", other_activations=False, latent=True, layers=_LATENT, modelled=_IN_ONE_DTYPE),
+    "olmo_hybrid": Traits(
+        "olmo_hybrid", other_activations=False, global_every=4, linear=True, unturned_models=True,
+        layers=Layers(others=("a_proj", "b_proj", "g_proj")), kernels=_OF_DELTA, modelled=_LORA,
+    ),
+    "apertus": Traits(
+        "apertus", other_activations=False, head_norms=True, gated=False, layers=_UNGATED,
+        modelled=frozenset({"adapters", "offloaded activations"}),
+    ),
+    "falcon": Traits(
+        "falcon", "gelu", masks_all=True, layer_norms=True, gated=False, layers=_JOINT_QKV, modelled=frozenset({"adapters"}),
+    ),
+    "lfm2_moe": Traits(
+        "lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched", router_bias="fp32",
+        layers=_SHORT, modelled=_LORA,
+    ),
 }  # fmt: skip
 FAMILIES: tuple[str, ...] = get_args(Family)
+_OF_A_PROFILE = Traits("")
+
+
+def traits_of(family: str) -> Traits:
+    """Return a family's traits, for a profile those of a family of which nothing is known."""
+    return TRAITS.get(family, _OF_A_PROFILE)
 
 
 def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
@@ -243,14 +302,22 @@ def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
     return tuple([name for name in FAMILIES if having(TRAITS[name])])
 
 
+def modelled(what: Modelled) -> tuple[str, ...]:
+    """Return the families for which this is modelled.
+
+    >>> modelled("prime-rl")
+    ('qwen3_moe', 'glm4_moe')
+    """
+    return families(lambda one: what in one.modelled)
+
+
 USUAL_ACTIVATION: Mapping[str, Activation] = {name: one.activation for name, one in TRAITS.items()}
 FREE_ACTIVATION = families(lambda one: one.other_activations)
 WINDOWED_FAMILIES = families(lambda one: one.window)
-#: Families whose ``max_window_layers`` gives the first layers full attention and the layers after them a sliding window.
-SOME_WINDOWED: tuple[str, ...] = ("qwen2", "qwen3")
+SOME_WINDOWED = families(lambda one: one.late_window)
 LEARNED_POSITIONS = families(lambda one: one.learned_positions)
-#: Families without rotary positions: learned ones, or ALiBi (BLOOM).
-UNROTATED = (*LEARNED_POSITIONS, "bloom")
+#: Families without rotary positions.
+UNROTATED = families(lambda one: one.learned_positions or one.alibi)
 LINEAR_FAMILIES = families(lambda one: one.linear)
 PATTERNED = families(lambda one: one.pattern)
 LATENT_FAMILIES = families(lambda one: one.latent)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.compiled import COMPILED_BLOCKS
+from zeroplan.spec.family import modelled
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -14,12 +15,6 @@ _GROUP = 16
 #: A block of MXFP8 has 32 elements; NVFP4's kernels take multiples of 128 (nvfp4_training/nvfp4_linear.py, nvfp4_mm_triton).
 _GROUPS = {"mxfp8": 32, "nvfp4": 128}
 _ON_BLACKWELL = ("mxfp8", "nvfp4")
-#: Families all of whose matrix products are ``nn.Linear`` layers.
-FAMILIES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "olmo3", "smollm3", "granite", "seed_oss", "glm",
-    "phi3", "cohere", "cohere2", "starcoder2", "arcee", "jais2", "cwm", "helium", "ministral3", "exaone4", "ernie4_5",
-    "hunyuan_v1_dense", "stablelm", "glm4",
-)  # fmt: skip
 
 
 def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuSpec | None = None) -> None:
@@ -63,7 +58,7 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Itera
     yield recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"
     yield not recipe.precision.startswith("bf16") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"
     yield model.profile is not None and "a profile", "a model of the catalogue"
-    yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
+    yield not model.has("float8") and f"a {model.family} model", f"one of {', '.join(modelled('float8'))}"
     in_blocks = recipe.float8_recipe in _GROUPS
     yield in_blocks and (model.attention_bias or model.mlp_bias) and "biases", "a model without them, or 'rowwise'"
     yield (model.adapter is not None or model.frozen is not None) and "frozen weights", "full training"

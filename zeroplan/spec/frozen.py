@@ -8,9 +8,6 @@ from zeroplan.spec.base import Range, Spec
 #: Parts outside the blocks that can be frozen.
 PARTS = ("embedding", "norm", "head")
 
-#: Families that are modelled with frozen parts and frozen first blocks.
-FREEZABLE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite")
-
 
 class FrozenSpec(Spec):
     """The parameters with ``requires_grad_(False)``: parts outside the blocks, and the first ``layers`` blocks.

@@ -3,17 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import (
-    ADAPTED_LIKE_LLAMA,
-    ADAPTED_UNDER_FSDP1,
-    ATTENTION,
-    BARE_EXPERTS_UNDER_AUTOCAST,
-    HEAD,
-    NOT_UNDER_AUTOCAST,
-    OF_PRIME_RL,
-    WIDENED,
-    AdapterSpec,
-)
+from zeroplan.spec.adapter import HEAD, WIDENED, AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.compiled import check_compiled
@@ -24,6 +14,7 @@ from zeroplan.spec.family import (
     LEARNED_POSITIONS,
     TRAITS,
     WIDE_ROUTERS,
+    modelled,
 )
 from zeroplan.spec.float8 import check_float8
 from zeroplan.spec.fsdp1 import check_fsdp1
@@ -35,12 +26,11 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.offloaded import check_offloaded
 from zeroplan.spec.padding import check_padded
 from zeroplan.spec.per_layer import check_per_layer
-from zeroplan.spec.pipeline import PIPELINED, SPLIT, check_schedule, cut, stages_per_rank
+from zeroplan.spec.pipeline import SPLIT, check_schedule, cut, stages_per_rank
 from zeroplan.spec.recipe import (
     LOMO,
     ON_PAPER,
     PRIME_RL,
-    ROUNDED_FAMILIES,
     ROUNDING,
     SENDING,
     STEPS_ALONE,
@@ -52,6 +42,7 @@ from zeroplan.spec.recipe import (
 from zeroplan.spec.releases import check_release, is_reentrant
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
+from zeroplan.spec.traits import ATTENTION
 from zeroplan.spec.vision import VisionSpec
 
 #: The ZeRO stages of each engine, with their names.
@@ -176,7 +167,7 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
     adapters = "adapters of several runs (prime-rl's)"
     widths = {model.hidden_size, model.intermediate_size, model.num_key_value_heads * model.head_dim}
     widths |= set() if model.moe is None else {model.moe.moe_intermediate_size}
-    theirs = model.family in OF_PRIME_RL and PRIME_RL in recipe.fused_parts
+    theirs = model.has("prime-rl") and PRIME_RL in recipe.fused_parts
     for is_so, what, instead in (
         (recipe.engine != "fsdp2", f"engine {recipe.engine!r}", "engine 'fsdp2'"),
         (recipe.precision not in ("bf16", "bf16-mixed"), f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
@@ -189,9 +180,9 @@ def _of_runs(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec, mesh: M
         (HEAD in adapter.layers, "an adapter of the head", "targets 'all-linear'"),
         (bool(adapter.saved), "modules that are trained whole", "adapters alone"),
         (
-            (model.family not in ADAPTED_LIKE_LLAMA or model.vision is not None) and not theirs,
+            (not model.has("adapters everywhere") or model.vision is not None) and not theirs,
             f"a {model.family} model",
-            f"fused_kernels {PRIME_RL!r}" if model.family in OF_PRIME_RL else "a dense model",
+            f"fused_kernels {PRIME_RL!r}" if model.has("prime-rl") else "a dense model",
         ),
         (theirs and adapter.looped, "experts one after the other", "looped false"),
         (theirs and adapter.dropout, "dropout of experts' inputs", "dropout false"),
@@ -242,10 +233,10 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
         bent and f"quantised weights under autocast, whose {model.activation} is fp32 then,",
         "precision 'bf16', or upcast 'norms', which takes as much",
     )
-    if model.family not in ADAPTED_LIKE_LLAMA and not model.has_separate_experts:
+    if not model.has("adapters everywhere") and not model.has_separate_experts:
         this, at_3 = f"a {model.family} model", recipe.engine == "deepspeed" and recipe.zero_stage == 3
         yield at_3 and f"{this} at stage 3 of DeepSpeed", "a lower stage, or engine 'fsdp2'"
-        packed = model.family in ADAPTED_UNDER_FSDP1 and model.is_quantised and not any(model.stacked)
+        packed = model.has("quantised adapters under fsdp1") and model.is_quantised and not any(model.stacked)
         yield recipe.engine == "fsdp1" and not packed and f"{this} and engine 'fsdp1'", "engine 'fsdp2'"
         ours = {"lora", "axolotl-lora"} & set(recipe.fused_parts)
         yield bool(ours) and f"fused kernels of adapters in {this}", "none"
@@ -271,8 +262,8 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
 
     With weights in few bits a linear layer returns the dtype of its input. So norms in fp32 widen what comes after them.
     """
-    yield model.family in NOT_UNDER_AUTOCAST and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
-    in_experts = any(model.stacked) and model.family in BARE_EXPERTS_UNDER_AUTOCAST
+    yield not model.has("adapters under autocast") and f"{this} under autocast", "precision 'bf16', or engine 'fsdp2'"
+    in_experts = any(model.stacked) and not model.has("experts' adapters under autocast")
     yield in_experts and f"experts of {this} under autocast", "targets 'attention', or precision 'bf16'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts or "C" in model.letters
@@ -363,7 +354,8 @@ class JobSpec(Spec):
             )
         if self.mesh.dp_replicate > 1 and engine not in ("fsdp1", "fsdp2", "paper"):
             raise SpecError(
-                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2', not {engine!r}"
+                f"dp_replicate={self.mesh.dp_replicate} (replicas of a sharded group) needs engine 'fsdp2' or 'fsdp1', "
+                f"not {engine!r}"
             )
         if engine == "deepspeed" and self.recipe.deepspeed.zero_quantized_gradients:
             self._check_nodes()
@@ -379,7 +371,7 @@ class JobSpec(Spec):
     @property
     def _has_more_before_blocks(self) -> bool:
         """Whether the model has other parameters than the token embedding before its blocks."""
-        return bool(self.model.positions) or self.model.family == "bloom"
+        return bool(self.model.positions) or self.model.traits.alibi
 
     def _check_gathers_ahead(self) -> None:
         """Raise SpecError for options that are not modelled with blocks gathered ahead explicitly, or the last one kept."""
@@ -567,7 +559,7 @@ class JobSpec(Spec):
         recipe, model = self.recipe, self.model
         cases = (
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
-            (model.family not in PIPELINED and f"family {model.family!r}", f"one of {', '.join(PIPELINED)}"),
+            (not model.has("pipeline") and f"family {model.family!r}", f"one of {', '.join(modelled('pipeline'))}"),
             (model.profile is not None and "a profile", "a model of a known family"),
             (model.mla is not None and model.mla.index_every > 1 and "layers that share picked keys", "pp=1"),
             (model.max_window_layers > 0 and "a window in some layers", "pp=1"),
@@ -698,7 +690,10 @@ class JobSpec(Spec):
         if not (fused := [one for one in ROUNDING if one in self.recipe.fused_parts]):
             return
         cases: tuple[tuple[str | bool, str], ...] = (
-            (model.family not in ROUNDED_FAMILIES and f"a {model.family} model", f"one of {', '.join(ROUNDED_FAMILIES)}"),
+            (
+                not model.has("rounded weights") and f"a {model.family} model",
+                f"one of {', '.join(modelled('rounded weights'))}",
+            ),
             (model.frozen is not None and "frozen parts", "full training or adapters"),
             (model.vision is not None and "images", "a text model"),
             (model.is_quantised and "quantised weights", "quantize 'none'"),
@@ -757,7 +752,7 @@ class JobSpec(Spec):
             return
         others = [one for one in recipe.fused_parts if one not in (PRIME_RL, "cross-entropy")]
         refuse(f"fused_kernels {PRIME_RL!r} with", (
-            (self.model.family not in OF_PRIME_RL and f"a {self.model.family} model", f"one of {', '.join(OF_PRIME_RL)}"),
+            (not self.model.has("prime-rl") and f"a {self.model.family} model", f"one of {', '.join(modelled('prime-rl'))}"),
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (recipe.precision not in ("bf16", "bf16-mixed") and f"precision {recipe.precision!r}", "'bf16-mixed' or 'bf16'"),
             (bool(others) and f"{', '.join(others)}", "it alone"),

@@ -3,17 +3,9 @@
 from collections.abc import Iterator
 
 from zeroplan.errors import refuse
+from zeroplan.spec.family import OF_MAMBA, families
 from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-
-_FLA = "flash-linear-attention and causal-conv1d"
-_OF_MAMBA = ("granitemoehybrid", "nemotron_h", "bamba", "falcon_h1")
-_MAMBA = "mamba_ssm and causal-conv1d"
-#: The packages with the kernels that transformers runs, where these are installed, by family.
-PACKAGES = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "olmo_hybrid", "kimi_linear"), _FLA),
-    **dict.fromkeys(_OF_MAMBA, _MAMBA),
-}
 
 
 def check_linear_attention(model: ModelSpec, recipe: RecipeSpec) -> None:
@@ -28,7 +20,8 @@ def runs_by_kernels(model: ModelSpec, recipe: RecipeSpec) -> bool:
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    yield model.family not in PACKAGES and f"a {model.family} model", f"one of {', '.join(PACKAGES)}"
+    there = families(lambda one: one.kernels)
+    yield model.family not in there and f"a {model.family} model", f"one of {', '.join(there)}"
     yield model.profile is not None and "a profile", "a model of the catalogue"
     engines = "ddp", "fsdp1", "fsdp2", "deepspeed"
     yield recipe.engine not in engines and f"engine {recipe.engine!r}", f"one of {', '.join(engines)}"
@@ -41,7 +34,9 @@ def _not_modelled(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[str | 
 def _needs_copies(model: ModelSpec) -> bool:
     """Whether the convolution's kernel needs copies of its input, or refuses it (mamba_ssm 2.3, ``ensure_stride``)."""
     own = model.linear
-    return model.family in _OF_MAMBA and own is not None and any(one % 8 for one in (own.num_value_heads, _channels(own)))
+    return (
+        model.traits.kernels == OF_MAMBA and own is not None and any(one % 8 for one in (own.num_value_heads, _channels(own)))
+    )
 
 
 def _channels(own: LinearSpec) -> int:

@@ -4,18 +4,16 @@ import re
 from collections.abc import Iterator
 
 from zeroplan.errors import SpecError, refuse
-from zeroplan.spec.adapter import ATTENTION, CONVERTED, GROUPS, MLP, OLD_ROUTER, AdapterSpec
+from zeroplan.spec.adapter import GROUPS, OLD_ROUTER, AdapterSpec
 from zeroplan.spec.batch import BatchSpec
+from zeroplan.spec.family import modelled
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import Stage, cut, stages_per_rank
 from zeroplan.spec.recipe import ADAM, RecipeSpec
+from zeroplan.spec.traits import ATTENTION, MLP
 from zeroplan.spec.vision import VISION_PARTS, VisionSpec
 
-#: Families with arguments in Megatron-LM and formulas in zeroplan.
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "bloom")
-#: Those of them whose matrices may have adapters beside them.
-_ADAPTED = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 #: Precisions in Megatron-LM's table of bytes per parameter.
 PRECISIONS = ("bf16-mixed", "fp16-mixed", "fp32")
 SCHEDULES = (None, "1f1b", "interleaved-1f1b")
@@ -80,7 +78,7 @@ def check_megatron(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, batch: 
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
-    yield model.family not in FAMILIES and f"family {model.family!r}", f"one of {', '.join(FAMILIES)}"
+    yield not model.has("megatron") and f"family {model.family!r}", f"one of {', '.join(modelled('megatron'))}"
     yield model.max_window_layers > 0 and "a sliding window in some layers", "a window in all layers, or none"
     yield model.hidden_act is not None and f"activation function {model.hidden_act!r}", "engine 'fsdp2'"
     if model.adapter is not None:
@@ -109,14 +107,18 @@ def _not_adapted(
 ) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled beside adapters: targets that Megatron-Core's matrices do not have, and parts of the recipe."""
     own, there, other_engine = recipe.megatron, set(model.adapted_layers), "engine 'fsdp2'"
-    gate, up, down = CONVERTED.get(model.family, MLP)
+    gate, up, down = model.traits.converted or MLP
     beyond = {*there, *adapter.targets.replace(" ", "").split(",")} - {*GROUPS, *ATTENTION, gate, up, down}
     if OLD_ROUTER not in adapter.targets.split(","):
         beyond -= {OLD_ROUTER}  # a router is no linear layer in Megatron-Core
     parts = [names for names in (ATTENTION[:3], (gate, up)) if 0 < len(there & set(names)) < len(names)]
     modules = set(own.recompute_modules.split(",")) - {"core_attn"} if recipe.recompute == "selective" else set[str]()
     for refused, what, instead in (
-        (model.family not in _ADAPTED, f"adapters in a {model.family} model", f"one of {', '.join(_ADAPTED)}"),
+        (
+            not model.has("megatron adapters"),
+            f"adapters in a {model.family} model",
+            f"one of {', '.join(modelled('megatron adapters'))}",
+        ),
         (beyond, f"adapters of {', '.join(sorted(beyond))}", "targets 'attention,mlp'"),
         (parts, f"adapters of only some of {', '.join(next(iter(parts), ()))}, which it joins", "all of these targets"),
         (adapter.quantize != "none", f"adapters and quantize {adapter.quantize!r}", other_engine),

@@ -5,9 +5,6 @@ from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.adapter import (
-    ADAPTED_FAMILIES,
-    ADAPTED_LIKE_LLAMA,
-    NOT_QUANTISED,
     STACKED,
     AdapterSpec,
     Stacked,
@@ -29,14 +26,15 @@ from zeroplan.spec.family import (
     PATTERNED,
     SHARED_EXPERTS,
     SOME_WINDOWED,
-    TRAITS,
     USUAL_ACTIVATION,
     WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
-    Activation,
     Family,
+    modelled,
+    traits_of,
 )
-from zeroplan.spec.frozen import FREEZABLE_FAMILIES, FrozenSpec
+from zeroplan.spec.frozen import FrozenSpec
+from zeroplan.spec.traits import Activation, Modelled, Traits
 from zeroplan.spec.vision import VisionSpec
 
 #: Endings of the kinds of layers that may share the keys of a layer below (``transformer/parameters.py``).
@@ -277,6 +275,15 @@ class ModelSpec(Spec):
         return self.use_qk_norm or self.family in HEAD_NORMS
 
     @property
+    def traits(self) -> Traits:
+        """The differences between the family and Llama."""
+        return traits_of(self.family)
+
+    def has(self, what: Modelled) -> bool:
+        """Whether this is modelled for the family."""
+        return what in self.traits.modelled
+
+    @property
     def has_grouped_heads(self) -> bool:
         """Whether several query heads share a key/value head."""
         return self.num_key_value_heads != self.num_attention_heads
@@ -399,9 +406,9 @@ class ModelSpec(Spec):
             raise SpecError(f"quantize={few_bits!r} of layers that attend to images is not modelled; use nf4-double")
 
     def _check_adapter(self, adapter: AdapterSpec) -> None:
-        if self.family not in ADAPTED_FAMILIES:
+        if not self.has("adapters"):
             raise SpecError(
-                f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(ADAPTED_FAMILIES)}"
+                f"LoRA in a {self.family} model is not modelled; families with adapters are {', '.join(modelled('adapters'))}"
             )
         if refused := refused_layers(self.family, self.adapted_layers, of_peft=adapter.is_of_peft):
             raise SpecError(f"LoRA with these targets: {refused}")
@@ -412,7 +419,7 @@ class ModelSpec(Spec):
                 f"a {self.family} model's experts in four bits, with these targets, are not modelled; use --lora-targets "
                 f"attention, and one of {', '.join(STACKED)}"
             )
-        if self.is_quantised and self.family in NOT_QUANTISED:
+        if self.is_quantised and not self.has("quantised adapters"):
             why = ": transformers quantises nn.Linear, and not its FalconLinear" if self.family == "falcon" else ""
             raise SpecError(f"quantised weights of a {self.family} model are not modelled{why}; leave --quantize out")
         if adapter.quantize == "int8" and "C" in self.letters:
@@ -420,14 +427,14 @@ class ModelSpec(Spec):
                 f"weights in 8 bits of a {self.family} model are not modelled: its convolutions' gradients are copied first; "
                 "use --quantize nf4-double"
             )
-        if adapter.quantize == "gptq" and self.family not in ADAPTED_LIKE_LLAMA and not self.has_separate_experts:
+        if adapter.quantize == "gptq" and not self.has("adapters everywhere") and not self.has_separate_experts:
             raise SpecError(f"GPTQ's weights of a {self.family} model are not modelled; use --quantize nf4-double")
 
     def _check_frozen(self, frozen: FrozenSpec) -> None:
         if self.adapter is not None:
             raise SpecError("with adapters everything else is frozen; leave --freeze and --freeze-layers out")
-        if self.family not in FREEZABLE_FAMILIES:
-            there = ", ".join(FREEZABLE_FAMILIES)
+        if not self.has("frozen parts"):
+            there = ", ".join(modelled("frozen parts"))
             raise SpecError(f"frozen parts of a {self.family} model are not modelled; families that may be frozen are {there}")
         if frozen.layers >= self.num_hidden_layers:
             raise SpecError(
@@ -468,19 +475,19 @@ class ModelSpec(Spec):
         self._check_pattern()
         if self.family != "gpt_neox" and not self.parallel_residual:
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
-        if self.use_qk_norm and TRAITS[self.family].head_norms is not None:
+        if self.use_qk_norm and self.traits.head_norms is not None:
             raise SpecError(f"family={self.family!r} has no use_qk_norm of its own; only glm4_moe and cohere have")
-        turned = TRAITS[self.family].turned if self.family in TRAITS else 1
+        turned = self.traits.turned
         if turned > 1 and self.head_dim % (2 * turned):
             part = {2: "half", 4: "a quarter"}[turned]
             raise SpecError(
-                f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is turned, in pairs; "
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is rotated, in pairs; "
                 f"use a multiple of {2 * turned}"
             )
-        width = TRAITS[self.family].turned_width if self.family in TRAITS else 0
+        width = self.traits.turned_width
         if width and self.head_dim <= width:
             raise SpecError(
-                f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each are turned; use more"
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each are rotated; use more"
             )
         self._check_heads()
         if self.family in LEARNED_POSITIONS and not self.positions:
@@ -558,9 +565,8 @@ class ModelSpec(Spec):
             )
 
     def _check_pattern(self) -> None:
-        of_one_module = self.family in TRAITS and TRAITS[self.family].one_module
-        known = TRAITS[self.family].pattern if self.family in TRAITS else ""
-        if known and TRAITS[self.family].one_kind:
+        of_one_module, known = self.traits.one_module, self.traits.pattern
+        if known and self.traits.one_kind:
             known = known if self.layer_pattern[:1] not in known else self.layer_pattern[:1]
         ahead = PREDICTS * self.predictions
         if (self.predictions and not known.endswith("E")) or not self.layer_pattern.endswith(ahead):
@@ -575,7 +581,7 @@ class ModelSpec(Spec):
             raise SpecError("an exaone_moe model always has a window; write sliding_window")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):
             raise SpecError(f"layer_pattern={self.layer_pattern!r}: a model with E has experts (`moe`), and no other")
-        if not self.turned and self.family in TRAITS and not TRAITS[self.family].unturned_models:
+        if not self.turned and self.family != "profile" and not self.traits.unturned_models:
             raise SpecError(f"turned=False: attention of a {self.family} model has rotary positions")
 
     def _check_activation(self) -> None:

@@ -8,17 +8,6 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import NOW, release_of
 
-#: BLOOM's blocks save the model's ALiBi tensor, and hold the attention weights of the block below.
-_READ_OTHERS = ("bloom",)
-#: Families whose formulas do not list every saved table and index tensor.
-NOT_LISTED = (
-    "gpt_oss", "deepseek_v3", "glm4_moe_lite", "glm4_moe", "dots1", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
-    "minimax_m2", "olmoe", "qwen2_moe", "granitemoe", "ernie4_5", "granitemoehybrid", "nemotron_h",
-    "bamba", "gemma4_text", "falcon_h1", "hunyuan_v1_moe", "ernie4_5_moe", "phi", "llama4_text", "deepseek_v2", "mistral4",
-    "solar_open", "hy_v3", "deepseek_v32", "glm_moe_dsa", "lfm2_moe", "falcon", "minimax", "kimi_linear",
-    "exaone_moe", "olmo_hybrid", "youtu",
-)  # fmt: skip
-
 
 def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
     """Raise SpecError for jobs whose offloaded activations are not modelled."""
@@ -46,7 +35,6 @@ def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) 
     if model.adapter is not None:
         yield model.moe is not None and "adapters beside experts"
         yield model.adapter.compute == "fp32" and "adapters that compute in fp32"
-    yield model.family in NOT_LISTED and f"a {model.family} model"
-    yield model.family in _READ_OTHERS and f"{model.family}, whose blocks save a tensor of another"
+    yield not model.has("offloaded activations") and f"a {model.family} model"
     for name in ("tp", "cp", "pp", "ep"):
         yield getattr(mesh, name) > 1 and f"{name}={getattr(mesh, name)}"

@@ -18,12 +18,6 @@ SINGLE: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b")
 #: Schedules that split a backward in two: first the gradients of inputs, later those of weights.
 SPLIT: tuple[PipelineSchedule, ...] = ("interleaved-zero-bubble", "zbv")
 
-#: Families whose stages need no special handling: one kind of attention, no positions added to the embedding.
-PIPELINED = (
-    "llama", "mistral", "qwen2", "qwen3", "seed_oss", "phi3", "gpt_neox", "mixtral", "qwen3_moe", "minimax_m2", "deepseek_v3",
-    "glm4_moe", "dots1", "hy_v3", "glm_moe_dsa",
-)  # fmt: skip
-
 
 class Stage(NamedTuple):
     """A stage: its layers, and whether it has the embedding or the final norm and head."""

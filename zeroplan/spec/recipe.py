@@ -73,8 +73,6 @@ LINEAR_KERNELS: Final = "linear-kernels"
 OF_LOSS = ("cross-entropy", "loss-in-pieces", "compiled-loss", "narrow-loss", "in-place-loss")
 #: Quantisation-aware training: torchtune's layers, and those that Axolotl makes.
 ROUNDING = ("int4-qat", "axolotl-qat")
-#: Families all of whose matrix products are linear layers, and that were compared with torchao's fake-quantised ones.
-ROUNDED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 #: Experts of NeMo AutoModel of which every rank gathers all tokens, multiplied together or one by one.
 GATHERING = frozenset({"grouped-experts", "looped-experts"})
 #: How NeMo AutoModel's own experts get their tokens: from the kernels of DeepEP or HybridEP, or by gathering all tokens.
@@ -83,16 +81,6 @@ SENDING = frozenset({"deepep", "hybridep"}) | GATHERING
 PRIME_RL = "prime-rl-experts"
 #: The names that Liger has.
 OF_LIGER = frozenset({"rope", "liger-rms-norm", "liger-swiglu"})
-#: Families whose Liger kernels (liger_kernel 0.8.5, transformers/monkey_patch.py) were compared, or that keep their own operators.
-LIGER_FAMILIES = frozenset({
-    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3", "gemma", "gemma2", "gemma3", "olmo2",
-})  # fmt: skip
-#: Families whose norms NeMo AutoModel's own models (36044ad3, _transformers/registry.py) run in one kernel.
-AUTOMODEL_NORMS = frozenset({
-    "llama", "qwen2", "ministral3", "qwen3_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "minimax_m2", "nemotron_h",
-})  # fmt: skip
-#: Families of AutoModel's own models in whose blocks it recomputes norms, attention and MLP one by one.
-AUTOMODEL_BLOCKS = (AUTOMODEL_NORMS | {"qwen3"}) - {"nemotron_h"}
 ActivationModel = Literal["module", "megatron"]
 OffloadDevice = Literal["none", "cpu", "nvme"]
 WhoseModules = Literal["transformers", "torchtitan", "torchtitan-0.3"]

@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.errors import SpecError, refuse
+from zeroplan.spec.family import modelled
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
 
 OLDEST, NEWEST = (4, 39), (5, 23)
-#: Families whose code was read in all these releases.
-FAMILIES = ("llama", "mistral", "qwen2", "mixtral", "granite")
 
 
 class Release(NamedTuple):
@@ -124,7 +123,7 @@ def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> No
 
 def _refusals(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator[tuple[str | bool, str]]:
     yield model.profile is not None and "a profile", "a model of a known family"
-    yield model.family not in FAMILIES and f"a {model.family} model", f"one of {', '.join(FAMILIES)}"
+    yield not model.has("older releases") and f"a {model.family} model", f"one of {', '.join(modelled('older releases'))}"
     yield recipe.engine in ON_PAPER and f"engine {recipe.engine!r}", "engine 'fsdp2', 'ddp' or 'deepspeed'"
     yield recipe.fsdp2.are_torchtitans and "modules of torchtitan", "--modules transformers"
     yield recipe.loss in ("chunked", "log-probs") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"

@@ -4,16 +4,12 @@ from zeroplan.errors import SpecError, refuse
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import TRAITS
+from zeroplan.spec.family import TRAITS, families
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
 
-#: Families whose blocks are split as torchtitan splits them.
-SPLIT_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "seed_oss")
-#: Families with tensor and context parallelism if their experts are on several ranks.
-SHARED_BESIDE_EXPERTS = ("mixtral", "qwen3_moe")
 #: Optimizers whose states and step are those of a rank's own parts of the weights. Transformer Engine's and flashoptim's steps
 #: were read, not run.
 _OPTIMIZERS = (
@@ -79,15 +75,21 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
     refuse(f"cp={ranks} with", cases, ", or cp=1")
 
 
+def split_families(*, with_experts: bool) -> tuple[str, ...]:
+    """Return the families with tensor and context parallelism; those with experts have it beside expert parallelism."""
+    return families(lambda one: "split" in one.modelled and (one.experts != "none") == with_experts)
+
+
 def _check_family(way: str, ranks: int, model: ModelSpec, mesh: MeshSpec) -> None:
-    families = SHARED_BESIDE_EXPERTS if mesh.ep > 1 else SPLIT_FAMILIES
-    if model.family in families and model.profile is None:
+    is_split, has_experts = model.has("split") and model.profile is None, model.traits.experts != "none"
+    if is_split and has_experts == (mesh.ep > 1):
         return
-    if model.family in SHARED_BESIDE_EXPERTS and model.profile is None:
+    if is_split and has_experts:
         raise SpecError(f"{way}={ranks} of experts that every rank has is not modelled; use an ep above 1, or {way}=1")
     what = "a profile" if model.profile is not None else f"family {model.family!r}"
     beside = f" beside ep={mesh.ep}" if mesh.ep > 1 else ""
-    raise SpecError(f"{way}={ranks} of {what}{beside} is not modelled; use {way}=1, or one of {', '.join(families)}")
+    others = ", ".join(split_families(with_experts=mesh.ep > 1))
+    raise SpecError(f"{way}={ranks} of {what}{beside} is not modelled; use {way}=1, or one of {others}")
 
 
 def shards_of_experts_are_even(experts: int, widths: tuple[int, int], sharing: Int, ep: int) -> Bool:

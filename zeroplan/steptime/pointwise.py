@@ -19,12 +19,6 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import StepKernels
 from zeroplan.transformer.parameters import Parameter
 
-#: Families with LayerNorm, which torch runs as one operator.
-LAYER_NORM = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "starcoder2", "falcon")
-#: Families whose MLP has no gate.
-_PLAIN_MLP = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "starcoder2", "nemotron_h", "falcon")
-#: Families with norms before and after attention and MLP.
-_FOUR_NORMS = ("gemma2", "gemma3_text", "gemma4_text", "glm4")
 #: Activation functions that transformers writes out in Python.
 _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 
@@ -96,7 +90,7 @@ def _of_part(kernels: StepKernels, part: str, fused: tuple[str, ...]) -> StepKer
 
 
 def _norm(model: ModelSpec, kernels: StepKernels, fused: tuple[str, ...]) -> Moved:
-    if model.family in LAYER_NORM:
+    if model.traits.layer_norms:
         return LAYER_NORM_MOVED
     part = "liger-rms-norm" if "liger-rms-norm" in fused else "rms-norm"
     return RMS_NORM[_of_part(kernels, part, fused)]
@@ -117,7 +111,7 @@ def of_block(
     norm = _norm(model, kernels, fused)
     queries = tokens * model.num_attention_heads * model.head_dim / tp
     keys = tokens * model.num_key_value_heads * model.head_dim / tp
-    total = Moved().plus(norm, hidden, 4 if model.family in _FOUR_NORMS else 2).plus(_RESIDUAL[kernels], hidden, 2)
+    total = Moved().plus(norm, hidden, model.traits.norms).plus(_RESIDUAL[kernels], hidden, 2)
     total = total.plus(_LAYOUT[kernels], queries)
     if model.head_norms:
         total = total.plus(norm, queries).plus(norm, keys)
@@ -133,7 +127,7 @@ def of_block(
 def _mlp(model: ModelSpec, kernels: StepKernels, split: Split, *, experts: bool, gated: bool | None) -> Moved:
     moe = model.moe if experts else None
     if gated is None:
-        gated = model.family not in _PLAIN_MLP
+        gated = model.traits.gated
     act = GATED[kernels] if gated else _WRITTEN if kernels == "eager" and model.activation in _WRITTEN_OUT else ACTIVATION
     if moe is None:
         width = split.tokens * model.intermediate_size / split.tp

@@ -13,8 +13,8 @@ from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
 from zeroplan.transformer.parameters import Parameter
 
 #: An accumulating weight gradient (NT, into fp32) also reads each element of its result. Without this read 32 grouped products of
-#: experts on a B200 would be 22 % too quick in the median; with it those are 6 % too slow, products of 4,096 tokens and more 8 % on
-#: B200 and 2 % on A100. Input gradients (NN) run at the forward's rate (github.com/MooreThreads/SimuMax at 4dcaae51,
+#: experts on a B200 would be predicted 22 % too fast in the median; with it those are 6 % too slow, products of 4,096 tokens and
+#: more 8 % on B200 and 2 % on A100. Input gradients (NN) run at the forward's rate (github.com/MooreThreads/SimuMax at 4dcaae51,
 #: configs/system). [bytes]
 _ACCUMULATOR = 4.0
 #: Share of a product's rate if columns or depth are no multiple of 64 elements (128 bytes), by their largest power of two.

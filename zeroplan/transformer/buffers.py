@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import ceil_div
-from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.spec.releases import release_of
@@ -17,13 +16,6 @@ from zeroplan.transformer.parameters import Layout, plain_kind
 from zeroplan.transformer.params import layout
 from zeroplan.transformer.vision import VISION, tower_buffers
 
-#: Families whose routers choose experts by score plus bias, which is a buffer.
-BIASED_ROUTERS = (
-    "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite", "glm4_moe", "dots1", "solar_open", "hy_v3", "minimax_m2",
-    "nemotron_h", "lfm2_moe", "kimi_linear", "exaone_moe",
-)  # fmt: skip
-#: Of these, families whose bias is fp32 for every dtype of the model.
-_BIASED_IN_FP32 = ("deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "solar_open", "lfm2_moe")
 #: How many buffers of one number each layer has: Gemma 4's scalar; ``beta`` and ``eps`` of Apertus' xIELU (``activations.py``).
 _NUMBERS_OF_LAYERS = {"gemma4_text": 1, "apertus": 2}
 _DECAYS = "transformers 5.23, models/minimax/modeling_minimax.py, MiniMaxLightningAttention.decay_factors"
@@ -81,9 +73,9 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
 
         return profile_of(model).buffer_bytes
-    scale = element_bytes if model.family in ("gemma", "gemma2", "gemma3_text", "gemma4_text") else 0
+    scale = element_bytes * (1 + (model.per_layer is not None)) if model.traits.embedding_scale else 0
     scale += element_bytes * model.num_hidden_layers * _NUMBERS_OF_LAYERS.get(model.family, 0)
-    of_bias = _FP32 if model.family in _BIASED_IN_FP32 else element_bytes
+    of_bias = _FP32 if model.traits.router_bias == "fp32" else element_bytes
     scale += element_bytes * _falcon_scales(model)
     if model.family == "minimax" and model.linear is not None:
         scale += element_bytes * model.letters.count("M") * _decays_of_a_layer(model.linear)
@@ -94,12 +86,12 @@ def _frequencies(model: ModelSpec) -> int:
     if definition_of(model.family).tables_of(model) is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    rotated = TRAITS[model.family].turned_width or width // TRAITS[model.family].turned
+    rotated = model.traits.turned_width or width // model.traits.turned
     if model.global_head_dim:
         return _FREQUENCIES_TWICE * (ceil_div(rotated, 2) + ceil_div(model.global_head_dim, 2))
     tables = (
         len({plain_kind(model, run.kind) for run in layout(model).runs if run.kind != VISION})
-        if TRAITS[model.family].angles_of_kinds
+        if model.traits.angles_of_kinds
         else 1
     )
     return tables * _FREQUENCIES_TWICE * ceil_div(rotated, 2)
@@ -115,7 +107,7 @@ def _falcon_scales(model: ModelSpec) -> int:
 
 
 def _routing_biases(model: ModelSpec) -> int:
-    if model.moe is None or model.family not in BIASED_ROUTERS:
+    if model.moe is None or model.traits.router_bias == "none":
         return 0
     dense = sum(map(model.letters.count, "cmD")) + model.moe.num_dense_layers
     routers = model.letters.count("E") + model.predictions or model.num_hidden_layers - dense

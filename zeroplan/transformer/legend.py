@@ -1,18 +1,10 @@
 """The meaning of the symbols in the formulas of ``zeroplan.transformer``, and their values for one job."""
 
-from zeroplan.numeric import Int, ceil_div
+from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
-from zeroplan.transformer.families.widths import (
-    image_states,
-    of_each_layer,
-    of_global_heads,
-    of_linear_attention,
-    ranks,
-    symbols,
-    widths,
-)
+from zeroplan.transformer.families.widths import of_global_heads, values_of, widths
 
 #: Symbols with their meaning, in the order in which reports print them.
 SYMBOLS: dict[str, str] = {
@@ -28,61 +20,50 @@ SYMBOLS: dict[str, str] = {
     "c": "width of the attention output",
     "u": "rank of compressed queries",
     "w": "rank of the latent that keys and values come from",
-    "o": "width of the rotary part of a head, where it has one apart",
-    "j": "heads of the indexer that picks keys",
-    "L": "width of one of them",
-    "Y": "keys that it picks for each query",
-    "A": "heads of linear attention's values",
-    "J": "heads of its queries and keys",
-    "D": "width of one of its queries or keys",
-    "I": "width of one of its values",
-    "l": "tokens that its convolution sees",
-    "Q": "tokens of one of its chunks",
-    "Z": "its chunks of a sequence",
+    "o": "width of a head's rotary part, if it is separate from the rest of the head",
+    "j": "heads of the indexer (sparse attention), which selects keys",
+    "d_j": "width of a head of the indexer",
+    "Y": "keys that the indexer selects for each query",
+    "A": "heads of the values, in linear attention",
+    "J": "heads of the queries and keys, in linear attention",
+    "D": "width of a head of queries or keys, in linear attention",
+    "I": "width of a head of values, in linear attention",
+    "l": "tokens that the convolution of linear attention reads",
+    "Q": "tokens of a chunk, in linear attention",
+    "Z": "chunks of a sequence, in linear attention",
     "f": "width of a dense MLP",
     "m": "width of an expert's MLP",
-    "X": "width of the latent that experts read and write, where there is one",
+    "X": "width of the latent that experts read and write, in models with such a latent",
     "E": "experts",
-    "G": "groups of experts, of which a token chooses some",
+    "G": "groups of experts; a token's experts are in some of the groups",
     "n": "shared experts",
     "t": "experts per token",
     "V": "vocabulary",
-    "i": "tokens of a sequence that loss log-probs does not score: its prompt, at least its first token",
+    "i": "tokens of a sequence that the loss log-probs does not score: the prompt, or the first token",
     "p": "tensor-parallel ranks",
     "e": "bytes of an activation in the compute dtype",
     "r": "bytes of an element of the residual stream: 4 under autocast, else e",
-    "y": "parts of the keys in the memory-efficient attention kernel's backward",
+    "y": "parts into which the memory-efficient kernel's backward divides the keys",
     "z": "rank of the adapters",
-    "T_x": "tokens of the images to which layers attend, of all sequences (Llama 3.2 Vision)",
+    "T_x": "tokens of the images of all sequences, to which layers attend (Llama 3.2 Vision)",
     "s_x": "tokens of the images of one sequence",
-    "h_l": "width of the embedding that each layer has of a token (Gemma 4 E2B and E4B)",
-    "w_l": "width of those of all layers",
-    "n_l": "these layers",
-    "V_l": "rows of their table",
-    "q_g": "width of the queries of layers of full attention, where these have heads of their own (Gemma 4)",
-    "k_g": "width of their keys",
-    "v_g": "width of their values",
-    "c_g": "width of their attention output",
-    "d_g": "width of one of their heads",
+    "h_l": "width of a layer's own embedding of a token (Gemma 4 E2B and E4B)",
+    "w_l": "width of the own embeddings of all layers together",
+    "n_l": "layers with an embedding of their own",
+    "V_l": "rows of the table of these embeddings",
+    "q_g": "width of the queries of full-attention layers, if their heads differ from the others' (Gemma 4)",
+    "k_g": "width of the keys of these full-attention layers",
+    "v_g": "width of the values of these full-attention layers",
+    "c_g": "width of the attention output of these full-attention layers",
+    "d_g": "width of a head of these full-attention layers",
     "f_k": "width of the MLP of layers that share keys",
 }
 
 
 def legend(model: ModelSpec, compute: Compute, batch: Batch, *, tp: Int = 1) -> dict[str, Int]:
-    """Return the value of every symbol of ``SYMBOLS``. A profile has only the batch's symbols; a dense model has 0 experts."""
+    """Return the value of every symbol of ``SYMBOLS``. A profile has only the batch's symbols; those that a model lacks are 0."""
     x = widths(model, compute, batch)
     if model.profile is not None:
         return {"b": x.micro_batch, "s": x.seq_len, "T": x.tokens, "e": x.element, "r": x.residual}
-    return {
-        **symbols(x, model.intermediate_size, model.moe),
-        **(dict.fromkeys("uwojLY", 0) if model.mla is None else ranks(model.mla, x.seq_len)),
-        **of_linear_attention(model.linear),
-        "Z": 0 if model.linear is None else ceil_div(x.seq_len, model.linear.chunk_size),
-        "V": model.head_rows or model.vocab_size,
-        "i": compute.prompt_len,
-        "p": tp,
-        **(image_states(model, x) or dict.fromkeys(("T_x", "s_x"), 0)),
-        **dict.fromkeys(("h_l", "w_l", "n_l", "V_l"), 0),
-        **{name: width for name, width in of_each_layer(model).items() if name in SYMBOLS},
-        **of_global_heads(model),
-    }
+    found = {**values_of(model, x), **of_global_heads(model), "i": compute.prompt_len, "p": tp}
+    return {name: found.get(name, 0) for name in SYMBOLS}

@@ -13,11 +13,11 @@ from zeroplan.expr import Size, Values
 from zeroplan.ledger import Kind, Line
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, where
-from zeroplan.spec.adapter import CONVERTED, MLP
 from zeroplan.spec.described import Job
 from zeroplan.spec.family import HEAD_NORMS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, MegatronOptions, RecipeSpec
+from zeroplan.spec.traits import MLP
 from zeroplan.transformer.families import megatron as program
 from zeroplan.transformer.families.megatron.structure import Dispatcher, Routing
 from zeroplan.transformer.families.megatron.structure import Layer as Structure
@@ -27,8 +27,6 @@ from zeroplan.transformer.published import KORTHIKANTI
 
 #: Families with dropout by default.
 WITH_DROPOUT = ("gpt2",)
-#: Families whose MLP has no gate, and whose norms save a mean beside the deviation.
-UNGATED = ("gpt2", "bloom")
 #: The kind of a layer of multi-token prediction.
 PREDICTS = "mtp"
 #: Kinds of layers whose MLPs are experts, if the model has experts.
@@ -53,7 +51,7 @@ _VIEWED = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp/megatro
 BY_THE_WAY = "highest point of a layer, beyond what it keeps"
 _WEIGHT = "gradient of a weight, before it is added to the main gradients (--no-gradient-accumulation-fusion)"
 
-Places = tuple[int, ...]
+Stores = tuple[Store, ...]
 
 
 class Symbolic(NamedTuple):
@@ -77,12 +75,6 @@ class Cost(NamedTuple):
     """All of its tensors at the peak of its backward."""
     after_experts: tuple[Line, ...] = ()
     """The same from the router's backward on; nothing without experts."""
-
-
-class _Moment(NamedTuple):
-    stores: Places
-    weights: tuple[Size, ...]
-    """Gradients of weights that are being made. [elements]"""
 
 
 class _Again(NamedTuple):
@@ -125,11 +117,12 @@ _MADE_AGAIN: dict[str, tuple[_Again, ...]] = {
 
 
 class _Plan(NamedTuple):
-    stores: tuple[Store, ...]
-    kept: Places
-    statistics: Places
-    forward: tuple[_Moment, ...]
-    backward: tuple[_Moment, ...]
+    stores: Stores
+    """All tensors, each once."""
+    kept: Stores
+    statistics: Stores
+    forward: tuple[Alive, ...]
+    backward: tuple[Alive, ...]
     after_experts: int
     """The index of the first moment after the experts' backward; the number of moments without experts."""
 
@@ -190,7 +183,7 @@ def drops_scores(job: Job) -> bool:
 def is_gated(job: Job) -> bool:
     """Whether MLPs and experts have a gate (``--swiglu``)."""
     option = job.recipe.megatron.swiglu
-    return job.model.family not in UNGATED if option is None else option
+    return job.model.traits.gated if option is None else option
 
 
 def norms_heads(job: Job) -> bool:
@@ -200,16 +193,6 @@ def norms_heads(job: Job) -> bool:
 
 
 # --- the memory of a layer --------------------------------------------------------------------------------------------------
-
-
-def layer_lines(job: Job, kind: str) -> tuple[Line, ...]:
-    """Return the activations that one layer of ``kind`` keeps from forward to backward, without statistics. [bytes]
-
-    Full recomputation keeps the layer's input, which sequence parallelism splits.
-    """
-    if job.recipe.recompute == "full":
-        return (_given(job),)
-    return cost_of(job, kind).kept
 
 
 def _given(job: Job) -> Line:
@@ -250,7 +233,7 @@ class Layers(NamedTuple):
 
 
 def layers_of(job: Job, kinds: tuple[str, ...], *, received: bool = False) -> Layers:
-    """Return the memory of layers of some kinds; kept activations as in :func:`layer_lines`.
+    """Return the memory of layers of some kinds. Full recomputation keeps a layer's input, which sequence parallelism splits.
 
     ``received``: the gradient of a stage's output comes from another rank, and stays until the stage's backward ends.
     """
@@ -337,7 +320,7 @@ def structure_of(job: Job, kind: str) -> Structure:
 
 def adapted_matrices(model: ModelSpec) -> tuple[str, ...]:
     """Return Megatron-Core's names of the matrices with adapters. One adapter serves matrices that Megatron-Core joins."""
-    gate, up, down = CONVERTED.get(model.family, MLP)
+    gate, up, down = model.traits.converted or MLP
     parts = {
         "linear_qkv": ("q_proj", "k_proj", "v_proj"),
         "linear_proj": ("o_proj",),
@@ -401,7 +384,7 @@ def symbols_of(job: Job) -> tuple[Symbolic, ...]:
         Symbolic("T_m", read, "tokens that a rank's matrices read"),
         Symbolic("T_w", gathered, "those of them that are gathered for a matrix"),
         Symbolic("T_c", where(mesh.cp > 1, read, 0), "tokens whose attention context-parallel ranks exchange"),
-        Symbolic("w_n", 8 if model.family in UNGATED else 4, "bytes of a norm's statistics per token"),
+        Symbolic("w_n", 8 if model.traits.layer_norms else 4, "bytes of a norm's statistics per token"),
         Symbolic("q_r", ceil_div(model.num_attention_heads * model.head_dim, mesh.tp), "width of a rank's queries"),
         Symbolic("k_r", ceil_div(model.num_key_value_heads * model.head_dim, mesh.tp), "width of a rank's keys"),
         *_widths_of_values(job),
@@ -543,23 +526,21 @@ def _symbols_of_experts(job: Job, own: Int) -> tuple[Symbolic, ...]:
 def _plan(structure: Structure) -> _Plan:
     """Run a layer's program."""
     tape, given, output = program.run(structure)
-    index: dict[Store, int] = {}
-    saved = _places(index, tuple(tape.saved))
-    forward = _moments(index, tape.moments)
+    saved, forward = tuple(tape.saved), tuple(tape.moments)
     tape.release(given, *(() if structure.rerun else (output,)))
     incoming = Store(Kind.ACTIVATION_GRADIENTS, "gradient of the residual stream", output.dtype * output.shape, program.LAYER)
     incoming.holds += structure.received or structure.rerun
     first = [one._replace(stores=(*one.stores, incoming)) for one in tape.moments] if structure.rerun else []
     tape.run_backward(output, incoming)
     again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
-    backward = _moments(index, [*first, *_once_made_again(tape.moments, again)])
-    stores = tuple(index)
+    backward = (*first, *_once_made_again(tape.moments, again))
+    stores = tuple(dict.fromkeys((*saved, *(store for one in (*forward, *backward) for store in one.stores))))
     for store in stores:
         store.size = program.own_size(store, structure)
-    kept = tuple([place for place in saved if not any(stores[place].reason.startswith(one.tensors) for one in again)])
-    statistics = tuple([place for place in kept if stores[place].tag == STATISTICS])
+    kept = tuple([store for store in saved if not any(store.reason.startswith(one.tensors) for one in again)])
+    statistics = tuple([store for store in kept if store.tag == STATISTICS])
     after = next((at for at, moment in enumerate(tape.moments, len(first)) if moment.name == "router"), len(backward))
-    return _Plan(stores, tuple([place for place in kept if place not in statistics]), statistics, forward, backward, after)
+    return _Plan(stores, tuple([store for store in kept if store not in statistics]), statistics, forward, backward, after)
 
 
 def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
@@ -574,14 +555,6 @@ def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
     return moments
 
 
-def _places(index: dict[Store, int], stores: tuple[Store, ...]) -> Places:
-    return tuple([index.setdefault(store, len(index)) for store in stores if store.size.terms])
-
-
-def _moments(index: dict[Store, int], moments: list[Alive]) -> tuple[_Moment, ...]:
-    return tuple([_Moment(_places(index, one.stores), one.current) for one in moments])
-
-
 @lru_cache(maxsize=512)
 def _cost_of(structure: Structure, names: tuple[str, ...], numbers: tuple[int, ...], *, fused: bool) -> Cost:
     return _cost(structure, dict(zip(names, numbers, strict=True)), fused=fused)
@@ -594,20 +567,17 @@ def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     def number(size: Size) -> Int:
         return size.value(values)
 
-    numbers = [number(store.size) for store in plan.stores]
-    lines = [
-        Line(store.kind, n_bytes, store.reason, store.size.text, store.source)
-        for store, n_bytes in zip(plan.stores, numbers, strict=True)
-    ]
+    numbers = {one: number(one.size) for one in plan.stores}
+    lines = {one: Line(one.kind, n_bytes, one.reason, one.size.text, one.source) for one, n_bytes in numbers.items()}
 
-    def total(places: Places) -> Int:
-        n_bytes: Int = sum(map(numbers.__getitem__, places))
+    def total(stores: Stores) -> Int:
+        n_bytes: Int = sum(map(numbers.__getitem__, stores))
         return n_bytes
 
-    def of(places: Places) -> tuple[Line, ...]:
-        return tuple([lines[place] for place in places if not (isinstance(numbers[place], int) and not numbers[place])])
+    def of(stores: Stores) -> tuple[Line, ...]:
+        return tuple([lines[one] for one in stores if not (isinstance(numbers[one], int) and not numbers[one])])
 
-    made = [0 if fused else values["e"] * sum(map(number, one.weights)) for one in plan.backward]
+    made = [0 if fused else values["e"] * sum(map(number, one.current)) for one in plan.backward]
     totals = [total(one.stores) + weights for one, weights in zip(plan.backward, made, strict=True)]
     kept = total((*plan.kept, *plan.statistics))
     beyond = maximum(*(total(one.stores) for one in plan.forward)) - kept
@@ -618,13 +588,13 @@ def _cost(structure: Structure, values: Values, *, fused: bool) -> Cost:
     return Cost(of(plan.kept), of(plan.statistics), forward, _at_highest(plan, totals, made, of), later)
 
 
-def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Places], tuple[Line, ...]]) -> tuple[Line, ...]:
+def _at_highest(plan: _Plan, totals: list[Int], made: list[Int], of: Callable[[Stores], tuple[Line, ...]]) -> tuple[Line, ...]:
     """Return the lines of a backward's peak; one line of its size if sizes are columns, whose peaks differ."""
     if not all(isinstance(total, int) for total in totals):
         return (Line(Kind.ACTIVATIONS, maximum(*totals), BY_THE_WAY, source=program.LAYER),)
     at = totals.index(max(totals))
     moment = plan.backward[at]
-    weights = tuple([Line(Kind.TEMPORARY, made[at], _WEIGHT, _formula(moment.weights), _ADDED)] if made[at] else [])
+    weights = tuple([Line(Kind.TEMPORARY, made[at], _WEIGHT, _formula(moment.current), _ADDED)] if made[at] else [])
     return (*of(moment.stores), *weights)
 
 

@@ -8,7 +8,7 @@ and ``lora_A`` (rank, in) and ``lora_B`` (out, rank) follow it. ``utils/other.py
 from collections.abc import Iterator
 from itertools import product
 
-from zeroplan.spec.adapter import FIRST, HEAD, ROUTER, SECOND, TRANSPOSED, AdapterSpec, linear_layers
+from zeroplan.spec.adapter import FIRST, HEAD, ROUTER, SECOND, AdapterSpec, linear_layers
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, kind_of_first
@@ -155,7 +155,7 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
     inside = [one for one in parameters if ".experts." in one.name and any(stacked)]
     chosen = [(one, rank) for one in inside for name, rank in ranks.items() if one.name.endswith(name)]
     if stacked.grouped:
-        return _with_grouped(parameters, stacked.grouped, transposed=model.family in TRANSPOSED)
+        return _with_grouped(parameters, stacked.grouped, transposed=model.traits.transposed)
     if stacked.runs:
         return _with_those_of_runs(parameters, adapter)
     for one in parameters:
@@ -164,7 +164,7 @@ def _with_stacked(parameters: Parameters, model: ModelSpec, adapter: AdapterSpec
         made.append(one._replace(name=".".join((module, *_BASE * (len(chosen) if one in inside else is_router), tensor))))
         made += _matrices(module, one, adapter) if is_router else ()
         for outside, (weight, rank) in zip(range(len(chosen) - 1, -1, -1), chosen if one in inside[-1:] else (), strict=False):
-            made += _of_experts(".".join((module, *_BASE * outside)), weight, rank, transposed=model.family in TRANSPOSED)
+            made += _of_experts(".".join((module, *_BASE * outside)), weight, rank, transposed=model.traits.transposed)
     return tuple(made)
 
 

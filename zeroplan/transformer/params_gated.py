@@ -25,6 +25,28 @@ def alike(model: ModelSpec, block: Parameters, norm: NormOf = rms_norm, names: t
     return around(model, (BlockRun("dense", model.num_hidden_layers, block),), names, norm)
 
 
+def dense(model: ModelSpec) -> Layout:
+    """Return the layout of a model whose blocks are all like Llama's."""
+    return alike(model, dense_block(model))
+
+
+#: Names of the norms before attention and before the MLP.
+TWO_NORMS = "input_layernorm", "post_attention_layernorm"
+
+
+def dense_block(
+    model: ModelSpec, *, bias: bool | None = None, output_bias: bool | None = None, of_heads: Parameters = (),
+    mlp: Parameters | None = None, names: Iterable[str] = TWO_NORMS, norm: NormOf = rms_norm,
+) -> Parameters:  # fmt: skip
+    """Return a block in the order in which most families register it: attention, an MLP (by default a gated one), and norms.
+
+    ``bias``: of the projections, by default as the model has it. ``of_heads``: norms of queries and keys.
+    """
+    attention = attention_of(model, bias=model.attention_bias if bias is None else bias, output_bias=output_bias)
+    own = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias) if mlp is None else mlp
+    return (*attention, *of_heads, *own, *norms(model, names, norm))
+
+
 def with_experts(
     model: ModelSpec, attention: Parameters, routed: Callable[[MoeSpec], Parameters], *, norms_first: bool = False
 ) -> Layout:  # fmt: skip
@@ -94,7 +116,7 @@ def joint_norms(model: ModelSpec) -> Parameters:
 
 def two_norms(model: ModelSpec, norm: NormOf = rms_norm) -> Parameters:
     """Return the norms before attention and before the MLP."""
-    return norms(model, ("input_layernorm", "post_attention_layernorm"), norm)
+    return norms(model, TWO_NORMS, norm)
 
 
 def norms(model: ModelSpec, names: Iterable[str], norm: NormOf = rms_norm) -> Parameters:

@@ -5,7 +5,7 @@ from zeroplan.expr import symbols
 b, s, T, h, a, d, q, k, v, c, f = symbols("b s T h a d q k v c f")
 m, X, E, G, n, t, x, y, z = symbols("m X E G n t x y z")
 u, w, o, V = symbols("u w o V")
-j, L, Y = symbols("j L Y")
+j, d_j, Y = symbols("j d_j Y")
 A, J, D, I, l = symbols("A J D I l")  # noqa: E741  as the legend has them
 Q, Z = symbols("Q Z")
 e, r, i = symbols("e r i")

@@ -11,7 +11,6 @@ from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage
 from zeroplan.spec.recipe import OF_LIGER, ROUNDING
 from zeroplan.spec.releases import release_of
-from zeroplan.transformer.megatron import UNGATED
 
 Transport = Literal["gloo", "nccl", "fake"]
 """The process group: gloo, NCCL, or torch's fake one, in which a single process plays one rank."""
@@ -80,7 +79,7 @@ def refuse_not_local(job: JobSpec) -> None:
         (own.hybrid_layer_pattern is not None, "Mamba-2's kernels run on CUDA alone", "leave hybrid_layer_pattern out"),
         (own.mtp_num_layers > 0, "multi-token prediction is not run", "leave mtp_num_layers out"),
         (job.model.mla is not None, "latent attention is not run", "verify a model without it"),
-        (job.model.family == "bloom", "Megatron-Core has no ALiBi", "verify another family"),
+        (job.model.traits.alibi, "Megatron-Core has no ALiBi", "verify another family"),
         (mesh.cp > 1, "local layers have no context parallelism", "use cp=1"),
         (job.model.moe is not None and own.moe_grouped_gemm, "the grouped product of local experts is a CUDA kernel",
          "--set megatron.moe_grouped_gemm=false"),
@@ -88,7 +87,7 @@ def refuse_not_local(job: JobSpec) -> None:
          "use alltoall"),
         (recipe.imbalance != 1, "uneven routing is not run", "leave imbalance out"),
         (own.core_release == "0.12", "core_release 0.12 is older than what is run", "leave it out"),
-        (recipe.sequence_parallel and job.model.family not in UNGATED,
+        (recipe.sequence_parallel and not job.model.traits.layer_norms,
          "Megatron-Core's RMSNorm without Transformer Engine takes no sequence_parallel",
          "leave it out, or verify a model with LayerNorm (gpt2)"),
         (bool(modules & _OF_TRANSFORMER_ENGINE), f"recompute_modules {own.recompute_modules!r} needs Transformer Engine",

@@ -31,7 +31,7 @@ def trained_job(job: JobSpec, options: WorkflowOptions) -> JobSpec:
         recipe = replace(recipe, precision="fp32")
     model = as_scorer(model, kind.head_rows)
     if recipe.engine == "fsdp2":  # like accelerate 1.15, which TRL's trainers use
-        apart = not (model.positions or model.family == "bloom" or loss == "fused")  # one unit is an upper bound
+        apart = not (model.positions or model.traits.alibi or loss == "fused")  # one unit is an upper bound
         recipe = replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=apart, reduce_dtype="param"))
     batch = replace(job.batch, micro_batch_size=kind.sequences * job.batch.micro_batch_size)
     return replace(job, model=model, recipe=recipe, batch=batch)

@@ -54,7 +54,7 @@ class Trained(NamedTuple):
 
 def trained_job(job: JobSpec, options: WorkflowOptions) -> JobSpec:
     """Return the job of the actor's training step, with verl's loss; embedding and head are separate units."""
-    apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.family == "bloom")
+    apart = job.recipe.engine == "fsdp2" and not (job.model.positions or job.model.traits.alibi)
     fsdp2, budget = replace(job.recipe.fsdp2, ends_apart=apart), options.ppo_max_token_len_per_gpu
     batch = replace(job.batch, micro_batch_size=1, seq_len=budget) if budget else job.batch
     own = job.recipe.log_probs if job.recipe.loss == "log-probs" and job.recipe.log_probs in OF_VERL else "in place"

@@ -14,7 +14,7 @@ from zeroplan.errors import SpecError
 from zeroplan.estimator import estimate
 from zeroplan.ledger import Kind
 from zeroplan.resolve import Request, resolve
-from zeroplan.spec.adapter import PEFT_TARGETS
+from zeroplan.spec.family import TRAITS, families
 from zeroplan.workflow import WORKFLOWS, WorkflowOptions, preference, verl
 from zeroplan.workflow.loop import loop_of_file
 
@@ -126,7 +126,8 @@ def test_adapters_without_layers_are_pefts_default_where_it_has_one(tmp_path: Pa
     adapter = resolve(asked).job.model.adapter
     assert adapter is not None
     assert adapter.layers == tuple(peft["qwen2"])
-    assert {tuple(one.split(",")) for one in PEFT_TARGETS.values()} == {tuple(peft[family]) for family in PEFT_TARGETS}
+    for family in families(lambda one: one.peft_targets):
+        assert TRAITS[family].peft_targets.split(",") == [*peft[family]]
 
 
 def test_a_suggestion_names_the_key_of_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -72,8 +72,8 @@ def moments(engine: str, stage: str) -> str:
 
 
 _ALIVE = """\
-What the engine has alive beside activations and loss, and at which of these moments. An n is a count of elements that depends on
-the moment.
+The engine's own memory, in addition to activations and loss, and the numbers of the moments at which it is alive. *n* is a number
+of elements that depends on the moment.
 """
 
 

@@ -52,7 +52,7 @@ def _on_our_card() -> Iterator[tuple[str, ...]]:
     yield ("`zeroplan estimate --replay`, reserved", _CARD, f"{len(shown)}", _spread(reserved))
 
 
-_CARD = "the engines on an H100 of 80 GB, one as a rank of up to 64"
+_CARD = "the engines on one H100 of 80 GB, as one rank of up to 64"
 
 
 def _spread(errors: list[float]) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.combined import BY_NIGHT
 from tests.simulated import simulate
 from zeroplan import Fsdp2Options, ModelSpec, estimate, job
-from zeroplan.spec.float8 import FAMILIES
+from zeroplan.spec.family import modelled
 
 if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
@@ -37,7 +37,7 @@ BIASED = ("llama", "qwen2", "glm", "starcoder2", "jais2")
 WINDOWED = ("gemma2", "gemma3_text", "olmo3", "cohere2", "cwm")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", modelled("float8"))
 @pytest.mark.parametrize(("recipe", "recompute"), [("tensorwise", "full"), ("rowwise", "none")])
 def test_the_peak_is_that_of_torchaos_own_layers(family: str, recipe: str, recompute: str) -> None:
     if family in ("gemma2", "cwm") and recompute == "full":

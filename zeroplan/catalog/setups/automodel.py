@@ -15,10 +15,11 @@ from zeroplan.catalog.setups.recipes import (
     set_sharded,
 )
 from zeroplan.catalog.setups.settings import Reading, Setting, Setup, Table
-from zeroplan.spec.adapter import CONVERTED, HEAD, JOINING, LATENT_OF_EXPERTS, LAYERS_OF, OUTPUT_REFUSED, AdapterSpec, Layers
-from zeroplan.spec.float8 import FAMILIES
+from zeroplan.spec.adapter import HEAD, AdapterSpec
+from zeroplan.spec.family import JOINING, LATENT_OF_EXPERTS
 from zeroplan.spec.model import PREDICTS, ModelSpec
-from zeroplan.spec.recipe import AUTOMODEL_NORMS, SENDING
+from zeroplan.spec.recipe import SENDING
+from zeroplan.spec.traits import Layers
 
 _AUTO_SCHEDULES = {
     "1f1b": "1f1b",
@@ -262,7 +263,7 @@ def _auto_keeps_inputs(reading: Reading, *, again: bool) -> bool:
     if model is not None and model.predictions:  # returns the last alone, which is counted (nemotron_v3/model.py)
         return True
     steps = reading.flags.get("grad_accum", Setting("", 1)).value
-    own = model is not None and model.family in AUTOMODEL_NORMS and "lora_rank" not in reading.flags
+    own = model is not None and model.has("automodel") and "lora_rank" not in reading.flags
     return (again or own) and int(str(steps)) > 1
 
 
@@ -276,7 +277,7 @@ def _auto_alone(reading: Reading, strategy: str) -> None:
     """
     model = reading.known_model()
     predicts = model is not None and model.predictions > 0
-    narrow = reading.table.switch("fp8.enabled") and (model is None or model.family in FAMILIES)
+    narrow = reading.table.switch("fp8.enabled") and (model is None or model.has("float8"))
     if strategy == "fsdp2" and (predicts or narrow or _is_dion(reading)) and reading.flags["engine"].value == "ddp":
         note = _ONE_OF_FSDP2.format("multi-token prediction" if predicts else "float8" if narrow else "dion's Muon")
         reading.set("engine", "distributed.strategy", "fsdp2", filled=True, note=note)
@@ -397,7 +398,7 @@ def _auto_float8(reading: Reading) -> None:
     table, model = reading.table, reading.known_model()
     if not table.switch("fp8.enabled"):
         return
-    if reading.flags["engine"].value != "fsdp2" or (model is not None and model.family not in FAMILIES):
+    if reading.flags["engine"].value != "fsdp2" or (model is not None and not model.has("float8")):
         reading.unmodelled(either="fp8.enabled")
     if table.matters.get("fp8.enabled"):
         return
@@ -421,7 +422,7 @@ def _auto_backend(reading: Reading, *, spread: bool, again: bool) -> None:
     model = reading.known_model()
     none_routed = model is not None and model.moe is None
     chosen = {key: one for key, one in chosen.items() if not (none_routed and key in _AUTO_OF_EXPERTS)}
-    own = spread or model is None or model.family in AUTOMODEL_NORMS
+    own = spread or model is None or model.has("automodel")
     gathering = (
         _AUTO_GATHERING.get(str(chosen.get("experts") or "torch_mm")) if own and chosen.get("dispatcher") == "torch" else None
     )
@@ -550,7 +551,7 @@ def _auto_targets(reading: Reading) -> None:
         wide = not chosen or any("*" in one or one in ("_proj", "proj", "") for one in chosen)
         adapted = ["all-linear", *(name for name in adapted if name == HEAD)] if wide else chosen
     reading.set("lora_targets", "peft.target_modules", ",".join(adapted) or "none")
-    unlike = model is not None and (model.family in CONVERTED or (model.family in OUTPUT_REFUSED and "out_proj" in adapted))
+    unlike = model is not None and (bool(model.traits.converted) or (not model.traits.adapted_output and "out_proj" in adapted))
     if model is not None and adapted and (of_experts or unlike):
         _auto_own_adapters(reading, model, tuple(adapted), of_experts=of_experts, scaled=bool(scaled))
 
@@ -576,7 +577,7 @@ def _names_of_layers(model: ModelSpec | None) -> tuple[str, ...]:
     """Return the names of a model's linear layers: experts are none, so the MLP's are those of dense layers and shared experts."""
     if model is None:
         return (*Layers().every, HEAD)
-    own = LAYERS_OF.get(model.family, Layers())
+    own = model.traits.layers
     others = [one for one in own.others if one not in LATENT_OF_EXPERTS or (model.moe is not None and model.moe.latent_size)]
     others = [one for one in others if one != JOINING or model.predictions]
     none_dense = model.moe is not None and not model.moe.num_shared_experts and not model.moe.num_dense_layers

@@ -12,9 +12,7 @@ from zeroplan.catalog.setups.settings import LIGER, Reading, Setting, Setup, Tab
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, CONVERTED, FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
-from zeroplan.spec.float8 import FAMILIES
-from zeroplan.spec.recipe import ROUNDED_FAMILIES
+from zeroplan.spec.adapter import FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
 
 #: Axolotl's key for each key of TrainingArguments and TRL.
 _INSTEAD = {
@@ -196,7 +194,7 @@ def _rounded(reading: Reading, whole: Table) -> None:
         return
     apart = {"lora_rank", "tensor_parallel", "context_parallel", "offload_activations"} & flags.keys()
     head = flags.get("loss", Setting("", "full")).value == "full"
-    if apart or model is None or model.family not in ROUNDED_FAMILIES or (head and model.tie_word_embeddings):
+    if apart or model is None or not model.has("rounded weights") or (head and model.tie_word_embeddings):
         return
     if flags.get("engine", Setting("", "")).value == "fsdp2" and "tensor_parallel" not in reading.asks:
         others = flags.get("fused_kernels", Setting("", ""))
@@ -208,7 +206,7 @@ def _rounded(reading: Reading, whole: Table) -> None:
 def _float8(reading: Reading, whole: Table) -> None:
     """Read accelerate's float8 (torchao's, with a scale per tensor; accelerate 1.15, utils/ao.py), where it is modelled."""
     model, flags = reading.known_model(), reading.flags
-    if not whole.switch("fp8") or model is None or model.family not in FAMILIES:
+    if not whole.switch("fp8") or model is None or not model.has("float8"):
         return
     apart = {"lora_rank", "context_parallel", "offload_activations"} & flags.keys() or "tensor_parallel" in reading.asks
     if apart or flags["precision"].value != "bf16-mixed" or flags.get("engine", Setting("", "")).value != "fsdp2":
@@ -264,7 +262,7 @@ def _kernels(reading: Reading, whole: Table) -> None:
     if not (kernels or by_default):
         return
     flags, model = reading.flags, reading.known_model()
-    ours = (model is None or (model.family in ADAPTED_LIKE_LLAMA and not model.cross_layers)) and not eight
+    ours = (model is None or (model.has("adapters everywhere") and not model.cross_layers)) and not eight
     if ours and (by_default or set(_KERNELS[:3]) <= set(kernels)) and flags.get("engine", Setting("", "")).value == "ddp":
         fused = flags.get("fused_kernels", Setting("", ""))
         both = ",".join(filter(None, (str(fused.value), "axolotl-lora")))
@@ -303,7 +301,7 @@ _OF_TEXT = ("model.language_model.", "lm_head", "embed_tokens")
 def _beside_experts(reading: Reading, whole: Table) -> None:
     """Note keys of experts and of some families once if the file's model has no such parts."""
     model = reading.known_model()
-    if model is None or model.family not in ADAPTED_LIKE_LLAMA:
+    if model is None or not model.has("adapters everywhere"):
         return
     keys = [key for key in (*_OF_EXPERTS, *_OF_FAMILIES) if whole.matters.pop(key, "")]
     if {"use_scattermoe", "use_sonicmoe"} & set(keys) and whole.matters.pop("use_kernels", ""):
@@ -334,7 +332,7 @@ def _experts(reading: Reading, whole: Table) -> None:
     if names and not quantised and set(names) <= _STACKED.keys():
         reading.set("lora_targets", "lora_target_parameters", ",".join((targets, *(_STACKED[one] for one in names))))
         whole.matters.pop("lora_target_parameters", None)
-    bare = not names and not {one.rpartition(".")[2] for one in targets.split(",")} & set(CONVERTED.get(model.family, ()))
+    bare = not names and not {one.rpartition(".")[2] for one in targets.split(",")} & set(model.traits.converted)
     engine = flags.get("engine", Setting("", "")).value
     if not (quantised and bare and engine in ("ddp", "fsdp2")):
         return

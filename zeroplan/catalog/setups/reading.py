@@ -49,7 +49,7 @@ _MARKS: tuple[tuple[Kind, tuple[str, ...]], ...] = (
 _OF_A_JOB = ("params", "gpus", "gpu", "engine", "stage", "recipe")
 #: Files that are no configuration of a training program: the error, and keys that identify them.
 _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("is a record or an answer of zeroplan's, not a set-up", ("schema_version",)),
+    ("is a record or an answer of zeroplan's, not a configuration file", ("schema_version",)),
     ("is a job file of zeroplan's; give it as the first argument", _OF_A_JOB),
     ("is a model's config.json; give it to --config", ("model_type", "architectures", "num_hidden_layers")),
     ("is an adapter's configuration; set --lora-rank and --lora-targets instead", ("peft_type",)),
@@ -113,8 +113,8 @@ def read_setup(path: Path, *, gpus: int | None) -> Setup:
 
     ``gpus`` is the number of GPUs in the user's flags, as some files leave it out.
     """
-    what = f"set-up {str(path)!r}"
-    text = read_text(path, what="set-up")
+    what = f"configuration file {str(path)!r}"
+    text = read_text(path, what="configuration file")
     if is_script(text, path):
         return _launched_setup(text, path, gpus)
     if is_arguments(text):
@@ -123,7 +123,7 @@ def read_setup(path: Path, *, gpus: int | None) -> Setup:
 
 
 def _setup(data: Mapping[str, object], path: Path, gpus: int | None, kind: Kind | None = None) -> Setup:
-    kind = kind or _kind(data, f"set-up {str(path)!r}")
+    kind = kind or _kind(data, f"configuration file {str(path)!r}")
     where = f"{_NAMES[kind]} {str(path)!r}"
     if kind == "deepspeed":
         return Setup(kind, deepspeed=DeepSpeedPart(data, where))
@@ -165,7 +165,7 @@ def _of_command(one: Launched, path: Path, gpus: int | None) -> Setup:
     data = {key: value for key, value in one.arguments.items() if key and value != "" and key not in OF_LAUNCHERS}
     named = _named_config(one, path)
     if named is not None:
-        beside = parsed(read_text(named, what="set-up"), named, f"set-up {str(named)!r}")
+        beside = parsed(read_text(named, what="configuration file"), named, f"configuration file {str(named)!r}")
         data = overridden(
             beside, {key: value for key, value in data.items() if key not in ("config", "c", "config_name", "config_path")}
         )
@@ -290,6 +290,6 @@ def named_file(named: str, folder: Path, where: str) -> Path:
 
 def deepspeed_beside(named: str, folder: Path, where: str) -> DeepSpeedPart:
     """Return the DeepSpeed configuration named in another configuration."""
-    from zeroplan.catalog.deepspeed_config import parsed_config  # noqa: PLC0415  only a set-up that names one pays for it
+    from zeroplan.catalog.deepspeed_config import parsed_config  # noqa: PLC0415  only a configuration that names one pays for it
 
     return DeepSpeedPart(*parsed_config(named_file(named, folder, where)))

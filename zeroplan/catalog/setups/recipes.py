@@ -11,7 +11,6 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.settings import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setting, Setup, Table
 from zeroplan.errors import SpecError
-from zeroplan.spec.recipe import ROUNDED_FAMILIES
 
 NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
 _OPTIMIZERS = {
@@ -226,7 +225,7 @@ def _tune_quantizer(reading: Reading) -> None:
     plain = not {"tensor_parallel", "context_parallel", "offload_activations", "quantize"} & flags.keys()
     if name != "Int8DynActInt4WeightQATQuantizer" or group not in (None, 256) or not plain:
         return
-    if model is not None and model.family not in ROUNDED_FAMILIES:
+    if model is not None and not model.has("rounded weights"):
         return
     others = str(flags["fused_kernels"].value) if "fused_kernels" in flags else ""
     both = ",".join(filter(None, (others, "int4-qat")))

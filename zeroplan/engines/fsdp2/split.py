@@ -7,12 +7,13 @@ from zeroplan.engines.fsdp2.traffic import KEYS
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Among, Collective, Phase
 from zeroplan.numeric import Int, where
-from zeroplan.spec.adapter import ATTENTION, AdapterSpec
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.family import TRAITS
 from zeroplan.spec.mesh import Mesh, Split
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.traits import ATTENTION
 from zeroplan.transformer.families.ending import PARALLEL
 from zeroplan.transformer.families.experts import COMBINE, DISPATCH
 from zeroplan.transformer.families.ring import BACKWARD, FORWARD

@@ -134,7 +134,7 @@ def _of_rank(rank: Rank, layers: Layers, job: Job) -> Account:
             NOTE,
             *((_EXPERTS_NOTE if recipe.imbalance == 1 else _UNEVEN_NOTE,) if model.moe is not None else ()),
             *((ADAPTERS_NOTE,) if model.adapter is not None else ()),
-            *((_ALIBI,) if model.family == "bloom" else ()),
+            *((_ALIBI,) if model.traits.alibi else ()),
             *((TOWER_NOTE,) if model.vision is not None else ()),
             *((_HYBRID_NOTE,) if recipe.megatron.hybrid_layer_pattern is not None else ()),
             *((_SHARDED_NOTE,) if recipe.zero_stage >= GRADIENTS_TOO else ()),

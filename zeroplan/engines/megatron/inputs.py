@@ -64,7 +64,7 @@ def embedded_lines(rank: Rank, job: Job) -> Iterator[Line]:
             f"H·{own_part_formula('T·h', recipe)}",
         )
         yield Line(Kind.ACTIVATIONS, masks, "mask of the embedding's dropout", formula, REPORT)
-    if model.family == "bloom":
+    if model.traits.alibi:
         inputs = rank.embeds * ceil_div((element_of(recipe) * model.hidden_size + 8) * tokens, job.mesh.cp)
         reason = "input of the embedding's norm, and its statistics"
         yield Line(Kind.ACTIVATIONS, inputs, reason, "H·ceil((e·h + 8)·T/C)", EMBEDDING_NORM)

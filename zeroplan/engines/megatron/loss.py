@@ -16,7 +16,6 @@ from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.described import Job
 from zeroplan.transformer.families.megatron import PREDICTED
 from zeroplan.transformer.megatron import (
-    UNGATED,
     element_of,
     hidden_bytes,
     keeps_placeholders,
@@ -73,7 +72,7 @@ def each_token(rank: Rank, job: Job) -> Iterator[Line]:
     width = whole if rank.at else whole - width_of_embedding(job)
     yield sized(Kind.ACTIVATIONS, width, tokens, "labels and the rest of the batch", MASK, "ceil(T/C)")
     yield sized(Kind.LOGITS, _TARGETS, tokens, "what the loss has per token", TARGETS, "ceil(T/C)")
-    wide, own = 8 if job.model.family in UNGATED else 4, own_part(job.batch.micro_batch_size * job.batch.seq_len, job)
+    wide, own = 8 if job.model.traits.layer_norms else 4, own_part(job.batch.micro_batch_size * job.batch.seq_len, job)
     formula = f"{wide}·{own_part_formula('T', job.recipe)}"
     yield Line(Kind.ACTIVATIONS, wide * own, "statistics of the final norm", formula, REPORT)
 

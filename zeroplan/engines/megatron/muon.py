@@ -23,7 +23,7 @@ from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, o
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, for_each_row, maximum, round_up, where
 from zeroplan.spec.described import Job
-from zeroplan.transformer.megatron import UNGATED, is_gated
+from zeroplan.transformer.megatron import is_gated
 from zeroplan.transformer.parameters import BlockRun, Parameter
 
 MUON = "Megatron-LM 2026-08, megatron/core/optimizer/__init__.py, _get_megatron_emerging_optimizer"
@@ -167,7 +167,7 @@ def _on_rank(one: Parameter, job: Job) -> Shape:
     model, tp = job.model, int(job.mesh.tp)
     rows, columns = one.shape[-2:][::-1] if model.family == "gpt2" else one.shape[-2:]
     module = one.name.split(".")[-2]
-    if model.family not in UNGATED and not is_gated(job):
+    if model.traits.gated and not is_gated(job):
         rows = rows // 2 if one.name.endswith("gate_up_proj") else 0 if module == "gate_proj" else rows
     ways = job.recipe.megatron.expert_ways(tp) if is_expert(one) else tp if is_split(one.name) else 1
     by_rows = one.name.endswith("down_proj") if is_expert(one) else module in BY_ROWS

@@ -12,7 +12,7 @@ from zeroplan.spec.family import LEARNED_POSITIONS
 from zeroplan.spec.megatron import PRECISIONS
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import Precision, RecipeSpec
-from zeroplan.transformer.megatron import ROUTED, UNGATED, adapted_matrices, is_gated, shared_width, symbols_of
+from zeroplan.transformer.megatron import ROUTED, adapted_matrices, is_gated, shared_width, symbols_of
 from zeroplan.transformer.parameters import Parameter
 
 
@@ -67,7 +67,7 @@ def of_one_rank(parameter: Parameter, job: Job) -> Int:
 
 def _without_gates(parameter: Parameter, job: Job) -> int:
     """Return the elements of a parameter. Without ``--swiglu`` a gated family's MLPs have no gate."""
-    if job.model.family in UNGATED or is_gated(job):
+    if not job.model.traits.gated or is_gated(job):
         return parameter.numel
     if parameter.name.endswith("gate_up_proj"):
         return parameter.numel // 2

@@ -14,7 +14,7 @@ from zeroplan.engines.requests.log import Log, Starts
 from zeroplan.engines.requests.model import ModelPass
 from zeroplan.engines.shampoo import LONGEST
 from zeroplan.errors import SpecError
-from zeroplan.spec.adapter import ADAPTED_LIKE_LLAMA, HEAD
+from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.family import INDEXED_FAMILIES
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import ON_PAPER, PRIME_RL
@@ -147,7 +147,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (adapter is not None and adapter.four_bits_keep_inputs, "bitsandbytes before 0.43.2"),
         (adapter is not None and job.model.moe is not None and not theirs, "adapters beside experts"),
         (
-            adapter is not None and job.model.family not in ADAPTED_LIKE_LLAMA and not theirs,
+            adapter is not None and not job.model.has("adapters everywhere") and not theirs,
             "adapters in a family unlike Llama",
         ),
         (adapter is not None and adapter.upcast == "norms" and job.model.is_quantised, "norms alone cast to fp32"),

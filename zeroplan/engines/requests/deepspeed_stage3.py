@@ -21,6 +21,7 @@ from zeroplan.engines.rows import Placed, numel
 from zeroplan.ledger import Kind, Phase
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.job import JobSpec
+from zeroplan.transformer.families.requested import Thing
 from zeroplan.transformer.families.tape import Do
 
 _GATHERS, _REDUCES = 1, 2
@@ -52,9 +53,9 @@ class Step(OneByOne):
         self.second = self.gathers.second
         """Elements of second partitions (hpZ) that this step still has to make, by parameter."""
         self.ends = ends_of(self.gathers.steps)
-        self.running: list[tuple[int, int]] = []
+        self.running: list[tuple[Thing, int]] = []
         """Modules whose forward or recomputation runs: places in the program, and steps."""
-        self.returning: list[tuple[int, int]] = []
+        self.returning: list[tuple[Thing, int]] = []
         """Modules whose backward runs, in the same form."""
         self.places = {(each.block, each.parameter.name): index for index, each in enumerate(self.job.every.placed)}
         self.made: dict[Placed, Hashable] = {}
@@ -138,19 +139,19 @@ class Step(OneByOne):
         for at, freed in ends:
             self.gathers.free(at, freed)
 
-    def at_module(self, do: Do, place: int) -> None:
+    def at_module(self, do: Do, owner: Thing) -> None:
         """``pre_sub_module_forward_function`` and its like."""
         if do in (Do.RETURN, Do.DONE):
             self.running = []  # a recomputation stops in the middle of its last module
         if do in (Do.ENTER, Do.RETURN):
             self._run_on(self.block)
-            (self.running if do is Do.ENTER else self.returning).append((place, self._begin()))
+            (self.running if do is Do.ENTER else self.returning).append((owner, self._begin()))
             return
         stack = self.running if do is Do.LEAVE else self.returning
-        at = next(at for one, at in stack if one == place)
+        at = next(at for one, at in stack if one is owner)
         if do is Do.DONE:
             self._hand_on()
-        stack.remove((place, at))
+        stack.remove((owner, at))
         ends = self.ends[at][do is Do.DONE]
         while any(self.at <= last for last, _ in ends):
             self._begin()  # modules without parameters inside this one

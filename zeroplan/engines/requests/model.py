@@ -10,7 +10,14 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import Compute, HeadPass
-from zeroplan.transformer.families.requested import Instruction, Sized, block_requests, ending_requests, torchtitan_requests
+from zeroplan.transformer.families.requested import (
+    Instruction,
+    Sized,
+    Thing,
+    block_requests,
+    ending_requests,
+    torchtitan_requests,
+)
 from zeroplan.transformer.families.tape import Do
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter, below_blocks
 from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomputation, order_by_recomputation
@@ -63,8 +70,8 @@ class ModelPass:
         self.flow: Hashable = None
         """The key of the gradient that flows from block to block."""
         self.arriving: list[Hashable] = []
-        self.casts: dict[tuple[int, int], list[Hashable]] = {}
-        """Autocast's copies of a layer's weights by place, the latest last."""
+        self.casts: dict[tuple[int, Thing], list[Hashable]] = {}
+        """Autocast's copies of a layer's weights by their elements, the latest last."""
         self.step, self.last = 0, True
         self._parts: dict[Hashable, Part] = {}
         """Micro-batches that can be written again, by :meth:`kind_of`."""
@@ -196,8 +203,8 @@ class ModelPass:
     def after_backward(self) -> None:
         """Run after the backward."""
 
-    def at_module(self, do: Do, place: int) -> None:
-        """Run where a module with weights begins or ends, forward or backward; ``place`` is its place in the block's program."""
+    def at_module(self, do: Do, owner: Thing) -> None:
+        """Run where a module with weights begins or ends, forward or backward; ``owner`` is the module in the block's program."""
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """Take over gradients that have reached their weights."""
@@ -265,39 +272,39 @@ class ModelPass:
         waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
         ends, log, requests, releases = self._ends(layer, sized), self.log, Do.REQUEST, Do.RELEASE
         for one in sized.forward if forward else sized.backward:
-            do, place, size, pieces, kind, reason, _, _ = one
+            do, thing, size, pieces, kind, reason, _, _ = one
             if waits or not (do is requests or do is releases):
                 self._do(layer, one, ends, forward=forward)
                 continue
-            key = ends.get(place, (layer, place))
+            key = ends.get(thing, (layer, thing))
             if do is releases:
                 log.release(key)
             else:
                 for _ in range(pieces):
                     log.request(key, size, kind, reason)
 
-    def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
-        do, place, size, pieces, kind, reason, multiplies, sends = one
+    def _do(self, layer: int, one: Instruction, ends: dict[Thing, Hashable], *, forward: bool) -> None:
+        do, thing, size, pieces, kind, reason, multiplies, sends = one
         log = self.log
         if do is Do.REQUEST:
             if multiplies:
                 self._multiplies("forward" if forward else "backward")
             for _ in range(pieces):
-                log.request(ends.get(place, (layer, place)), size, kind, reason)
+                log.request(ends.get(thing, (layer, thing)), size, kind, reason)
         elif do is Do.RELEASE:
-            log.release(ends.get(place, (layer, place)))
+            log.release(ends.get(thing, (layer, thing)))
         elif do is Do.GRADIENT:
             self._weight_gradient(size, forward=forward)
         elif do is Do.ARRIVE:
             self._hand_over()
         elif do in _OF_MODULES:
-            self.at_module(do, place)
+            self.at_module(do, thing)
         elif sends is not None:
             log.call(sends.operation, size, self.splits[sends.among], sends.among)
         elif do is Do.CAST:
-            self._cast(layer, place, size, forward=forward)
+            self._cast(layer, thing, size, forward=forward)
         else:
-            self._uncast(layer, place)
+            self._uncast(layer, thing)
 
     def _model_returns(self) -> None:
         """Release the variables of the model's forward when it returns, after the final norm."""
@@ -313,22 +320,22 @@ class ModelPass:
             self.is_before_head = False
             self.before_head_backward()
 
-    def _cast(self, layer: int, place: int, elements: int, *, forward: bool) -> None:
+    def _cast(self, layer: int, thing: Thing, elements: int, *, forward: bool) -> None:
         """Request autocast's copy of a weight. Autograd saves it; for a recomputed block only autocast's cache holds it."""
         key: Hashable = ("cast", layer, len(self.log.requests))
         if forward and layer != ENDING and self.recomputes[self.order[layer]] != "none":
             key = ("cached",)
         else:
-            self.casts.setdefault((layer, place), []).append(key)
+            self.casts.setdefault((layer, thing), []).append(key)
         self.log.request(key, self.width * elements, Kind.WEIGHT_CASTS, "16-bit copy of a weight")
 
-    def _uncast(self, layer: int, place: int) -> None:
-        if self.casts.get((layer, place)):
-            self.log.release(self.casts[layer, place].pop())
+    def _uncast(self, layer: int, thing: Thing) -> None:
+        if self.casts.get((layer, thing)):
+            self.log.release(self.casts[layer, thing].pop())
 
-    def _ends(self, layer: int, sized: Sized) -> dict[int, Hashable]:
+    def _ends(self, layer: int, sized: Sized) -> dict[Thing, Hashable]:
         requested, below = sized.requested, (len(self.order) if layer == ENDING else layer) - 1
-        ends: dict[int, Hashable] = {requested.given: ("hidden", below)}
+        ends: dict[Thing, Hashable] = {requested.given: ("hidden", below)}
         if layer != ENDING:
             ends[requested.made] = ("hidden", layer)
             ends[requested.incoming] = self.flow
@@ -403,7 +410,7 @@ class ModelPass:
     def _backward_of(self, layer: int, sized: Sized) -> None:
         self._play(layer, sized, forward=False)
         outgoing = sized.requested.outgoing
-        self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing >= 0 else None
+        self.flow = self._ends(layer, sized).get(outgoing, (layer, outgoing)) if outgoing is not None else None
 
     def embedding_gradients(self) -> None:
         """Make the gradients of the tables below the blocks. The token embedding's is the last."""

@@ -29,6 +29,7 @@ from zeroplan.transformer.blocks import AtEmbedding
 from zeroplan.transformer.families.requested import (
     Instruction,
     Sized,
+    Thing,
     block_requests,
     split_block_requests,
     split_ending_requests,
@@ -141,7 +142,7 @@ class StageStep(fsdp2.Step):
         self.after_backward()
         self._hand_down(micro_batch)
         actions = self.ending.forward if self.stage.is_last else ()
-        log.release(*((ENDING, one.place) for one in actions if one.do is Do.REQUEST and one.kind is Kind.LOGITS))
+        log.release(*((ENDING, one.thing) for one in actions if one.do is Do.REQUEST and one.kind is Kind.LOGITS))
 
     def _hand_down(self, micro_batch: int) -> None:
         self.log.rename(self.flow, ("sent", micro_batch))
@@ -280,7 +281,7 @@ class StageStep(fsdp2.Step):
         if self.ends_apart:
             self.pre_forward(self.outside[-1])
 
-    def _do(self, layer: int, one: Instruction, ends: dict[int, Hashable], *, forward: bool) -> None:
+    def _do(self, layer: int, one: Instruction, ends: dict[Thing, Hashable], *, forward: bool) -> None:
         """Run an instruction. The root's forward ends with the logits, before the loss."""
         is_of_loss = forward and layer == ENDING and one.do is Do.REQUEST and one.kind is Kind.LOGITS
         if is_of_loss and one.reason != "logits":

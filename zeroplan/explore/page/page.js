@@ -336,7 +336,7 @@ async function longest() {
 function lengthsWords({ fits, tightly, most }) {
   const tokens = (count) => `${count.toLocaleString("en")} tokens`;
   if (!tightly) return "No length fits.";
-  if (fits === most) return `All ${tokens(most)} of the model fit.`;
+  if (fits === most) return `All ${tokens(most)} that the model can read fit.`;
   return fits ? `Up to ${tokens(fits)} fit${tightly > fits ? `; tightly, up to ${tightly.toLocaleString("en")}` : ""}.` : `Up to ${tokens(tightly)} fit, tightly.`;
 }
 
@@ -396,13 +396,13 @@ function searching(now) {
   return of("p-find").getAttribute("aria-disabled") === "true";
 }
 
-/** Say why there is no answer where the verdict stood, and that what still stands below is the last one. */
+/** Show why there is no answer instead of the verdict, and for which job the figures below are. */
 function refuse(why) {
   of("error").textContent = worded(why);
   of("error").hidden = false;
   main.classList.remove("waiting");
   main.classList.add("stale");
-  of("headline").textContent = state.told ? `No answer. The figures below are the last: ${state.told.headline}` : "";
+  of("headline").textContent = state.told ? `No answer for these settings. The figures below are for: ${state.told.headline}` : "";
   judge("", null);
   showChanges([]);
   busy(false);
@@ -1072,7 +1072,7 @@ of("ledger-rest").addEventListener("click", () => { state.unfolded = !state.unfo
 
 function sent(communication, mesh) {
   const split = mesh.tp * mesh.cp * mesh.pp > 1; // such ranks also send activations, which DDP does not
-  const beside = split ? "" : `: ${communication.relative_to_ddp.toFixed(2)}x DDP's elements, ${communication.relative_bytes_to_ddp.toFixed(2)}x its bytes`;
+  const beside = split ? "" : `: ${communication.relative_bytes_to_ddp.toFixed(2)}x the bytes of DDP, ${communication.relative_to_ddp.toFixed(2)}x its elements`;
   of("sent-sum").textContent = communication.total_bytes ? `${size(communication.total_bytes)}${beside}` : "Nothing is sent: there is one rank.";
   const body = communication.collectives.map((one) => node("tr", {}, node("td", {}, one.operation), number(one.calls.toLocaleString("en")), number(gib(one.sent_bytes)), number(gb(one.sent_bytes)), node("td", {}, `${one.what}, ${one.when}`)));
   of("sent").replaceChildren(...(body.length ? [heading(["collective", "calls", "GiB", "GB", "of what, when"], [1, 2, 3]), node("tbody", {}, ...body)] : []));

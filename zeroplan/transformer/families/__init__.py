@@ -19,7 +19,8 @@ Start with the file of your family; its docstring and program follow transformer
 
 The families share ``decoder.py`` (layer, attention, MLPs), ``attention.py`` (kernels), ``experts.py``, ``activation.py`` and
 ``operators.py`` (what each operator allocates and saves). ``sharded.py``, ``ring.py`` and ``frozen.py`` replace some operators
-under tensor and context parallelism and fine-tuning. ``definition.py`` lists what a family's file defines.
+under tensor and context parallelism and fine-tuning. ``definition.py`` lists what a family's file defines, ``keys.py`` the
+keys of its ``config.json``.
 
 ``tape.py`` runs a program. ``traced.py``, ``ending.py``, ``split_backward.py`` and ``requested.py`` turn the tape into lines for
 engines.

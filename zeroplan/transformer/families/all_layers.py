@@ -19,7 +19,7 @@ from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import BLOCK_INPUT
 from zeroplan.transformer.families.tape import Alive, Mode, Site, Store, Tape, Value
-from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, training_of
+from zeroplan.transformer.families.traced import Plan, Sizes, Stores, numbered, ran_forward, training_of
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.symbols import T, V, V_l, h, h_l, n_l, r, w_l
 
@@ -56,10 +56,10 @@ class _Structure(NamedTuple):
 
 class _Planned(NamedTuple):
     plan: Plan
-    looked_up: Places
-    made: Places
-    kept: Places
-    given: Places
+    looked_up: Stores
+    made: Stores
+    kept: Stores
+    given: Stores
 
 
 def before_blocks(model: ModelSpec, compute: Compute, x: Widths, values: Values) -> Before:
@@ -90,24 +90,23 @@ def _plan_of(structure: _Structure) -> _Planned:
     """Run the part forward and backward, from the gradients of the embeddings of all layers and of the first block's input."""
     training = structure.projection
     narrow = training is not None and not training.wide_residual
-    tape, index = Tape(wide=structure.wide, autocast=structure.autocast, saving=True, narrow=narrow), Index()
+    tape = Tape(wide=structure.wide, autocast=structure.autocast, saving=True, narrow=narrow)
     if training is not None:
         tape.mode = Mode(partial(linear, training=training), weights_frozen=True)
     dtypes = {"wide": structure.wide, "autocast": structure.autocast}
     given, looking_up, made = _run(tape, definition_of(structure.family).program.norm, structure)
-    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
-    kept = index.of(one for one in tape.saved if one is not given.store)
-    saved = index.of((given.store,) if given.store in tape.saved else ())
-    looked_up, of_all = index.of(looking_up), index.of((made.store,))
+    forward, casts = ran_forward(tape, tape.saved, dtypes), tuple(tape.casts)
+    kept = tuple([one for one in tape.saved if one is not given.store])
+    saved = (given.store,) if given.store in tape.saved else ()
     tape.release(given, made)
     if structure.given_tracked:
         tape.arriving[given] = Store(op.GRADIENT, "gradient of the first block's input", r * given.shape, _MODEL)
     if made not in tape.untracked:
         tape.run_backward(made, Store(op.GRADIENT, "gradient of the embeddings of all layers", r * made.shape, _MODEL))
     moments = [] if made in tape.untracked else _highest_of_each(tape, dtypes)
-    points, arrivals = index.moments(moments), index.arrivals(tape.gradients.arrivals)
-    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), _MODEL, {}, arrivals)
-    return _Planned(plan, looked_up, of_all, kept, saved)
+    arrivals, others = tuple(tape.gradients.arrivals), (*looking_up, made.store)
+    plan = Plan(_MODEL, {"none": forward}, numbered(moments), casts, arrivals=arrivals, others=others)
+    return _Planned(plan, looking_up, (made.store,), kept, saved)
 
 
 def _run(tape: Tape, norm: Norm, structure: _Structure) -> tuple[Value, tuple[Store, ...], Value]:
@@ -119,11 +118,11 @@ def _run(tape: Tape, norm: Norm, structure: _Structure) -> tuple[Value, tuple[St
     own = _embedded(tape, "rows of the table of all layers", T * w_l, V_l * w_l)
     looking_up = tape.moments[-1].stores
     wide = op.linear(tape, given, w_l, Site("projection to all layers", _MODEL, layer="per_layer_model_projection"))
-    wide = op.scaled(tape, wide, "projection to all layers, scaled", Site("projection to all layers, scaled", _MODEL))
+    wide = op.scaled(tape, wide, "projection to all layers, scaled", _MODEL)
     normal = op.norm(tape, wide, "norm of the projection to all layers", norm, weight=h_l, rows=T * n_l)
     tape.release(wide)
-    both = op.add(tape, normal, own, "sum of projections and rows", Site("sum of projections and rows", _MODEL))
-    made = op.scaled(tape, both, "embeddings of all layers", Site("embeddings of all layers, scaled", _MODEL))
+    both = op.add(tape, normal, own, "sum of projections and rows", _MODEL)
+    made = op.scaled(tape, both, "embeddings of all layers", _MODEL)
     tape.release(normal, own)
     return given, looking_up, made
 
@@ -132,7 +131,7 @@ def _embedded(tape: Tape, reason: str, shape: Size, weight: Size) -> Value:
     """Look up an embedding and multiply by a constant, a buffer."""
     bare = op.tensor(tape, reason, r, shape, _MODEL)
     tape.add(reason, (bare,), (), op.makes_weight_gradient(weight), of=tape.with_weight())
-    return op.scaled(tape, bare, f"{reason}, scaled", Site(f"{reason}, scaled", _MODEL))
+    return op.scaled(tape, bare, f"{reason}, scaled", _MODEL)
 
 
 def _highest_of_each(tape: Tape, dtypes: dict[str, bool]) -> list[Alive]:

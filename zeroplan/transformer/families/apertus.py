@@ -10,10 +10,12 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, layer
-from zeroplan.transformer.families.definition import WITH_LATE_NORMS, Block, ConfigKeys, Definition
+from zeroplan.transformer.families.definition import Block, Definition
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import WITH_LATE_NORMS
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params_gated import alike, attention_of, head_norms, norms
+from zeroplan.transformer.params_gated import alike, dense_block, head_norms
 from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import T, f, h
 
@@ -120,8 +122,8 @@ def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     mlp = (*linear("mlp.up_proj", hidden, width), *linear("mlp.down_proj", width, hidden))
     alphas = (Parameter("mlp.act_fn.alpha_p", (1,)), Parameter("mlp.act_fn.alpha_n", (1,)))
-    attention = (*attention_of(model, bias=model.attention_bias), *head_norms(model))
-    return alike(model, (*attention, *mlp, *alphas, *norms(model, ("attention_layernorm", "feedforward_layernorm"))))
+    names = ("attention_layernorm", "feedforward_layernorm")
+    return alike(model, dense_block(model, of_heads=head_norms(model), mlp=(*mlp, *alphas), names=names))
 
 
 _CONFIG = ConfigKeys(

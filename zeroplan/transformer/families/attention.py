@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, at_least, at_most, ceil
 from zeroplan.ledger import PLAIN, Kind
+from zeroplan.spec.family import families
 from zeroplan.spec.releases import Release
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.operators import TEMPORARY, TENSOR, Factor, cast, factors, makes, run, tensor
@@ -104,7 +105,7 @@ def flash_of_filled(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     rows = (("queries", a), ("keys", k_d), ("values", k_d))
     filled = [
         op.run(
-            tape, one, f"{name}, heads filled up", Site(f"{name}, filled up", FILLED), shape=T * number * head,
+            tape, one, f"{name}, heads filled up", FILLED, shape=T * number * head,
             gradient=f"gradient of the {name}",
         )
         for one, (name, number) in zip(bare, rows, strict=True)
@@ -134,7 +135,7 @@ def flash_with_padding(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
     made = _kernel(tape, heads, (query, key, value), scratch, copied=True)
     tape.release(*bare)
     padded = run(
-        tape, made, "attention output with padding, input of the output projection", Site("padding", UNPADDED), saved=(places,),
+        tape, made, "attention output with padding, input of the output projection", UNPADDED, saved=(places,),
         gradient="gradient of the attention output without padding",
     )  # fmt: skip
     tape.drop(places)
@@ -195,7 +196,7 @@ def flash_of_repeated(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
 
 def _contiguous(tape: Tape, value: Value, name: str) -> Value:
     """Copy heads from token order to head order, as ``contiguous()`` does."""
-    return run(tape, value, f"{name}, copied head by head", Site(f"{name}, copied", SDPA))
+    return run(tape, value, f"{name}, copied head by head", SDPA)
 
 
 def with_mask(tape: Tape, heads: Heads, *, size: HeadSize) -> Attended:
@@ -325,9 +326,7 @@ def _cast_heads(tape: Tape, query: Value, key: Value, value: Value) -> tuple[Val
 def in_order_of_tokens(tape: Tape, value: Value, reason: str, *, of: str = "") -> Value:
     """``transpose(1, 2).contiguous()`` if that copies. It releases ``value``. The gradient is a view, else named ``of``."""
     shape = T * c if of else None
-    made = run(
-        tape, value, f"{reason}, input of the output projection", Site("order of tokens", SDPA), shape=shape, gradient=of
-    )
+    made = run(tape, value, f"{reason}, input of the output projection", SDPA, shape=shape, gradient=of)
     tape.release(value)
     return made
 
@@ -422,13 +421,12 @@ def _in_numbers(tape: Tape) -> Store:
 
 
 def _multiplied(tape: Tape, value: Value, reason: str) -> Value:
-    return op.multiplied(tape, value, reason, Site(f"attention: {reason}", MATH))
+    return op.multiplied(tape, value, reason, MATH)
 
 
 def _cloned(tape: Tape, value: Value, name: str) -> Value:
     """``repeat_interleave``: a copy for each query head, even of a single key/value head."""
-    site = Site(f"attention: {name}, repeated", MATH)
-    return run(tape, value, f"{name}, repeated for each query head", site, shape=T * q, gradient=f"gradient of the {name}")
+    return run(tape, value, f"{name}, repeated for each query head", MATH, shape=T * q, gradient=f"gradient of the {name}")
 
 
 def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
@@ -440,7 +438,7 @@ def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     tape.split_by_batch(joint)
     operands = [_copied(tape, value, name) for value, name in ((heads.query, "queries"), (heads.key, "keys"))]
     scores = run(
-        tape, (heads.query, heads.key), "scores", Site("attention: scores", GPT2), dtype=e, shape=a * T * s,
+        tape, (heads.query, heads.key), "scores", GPT2, dtype=e, shape=a * T * s,
         saved=(joint, *operands), gradient="gradients of queries and keys",
     )  # fmt: skip
     tape.drop(*operands)
@@ -448,7 +446,7 @@ def of_one_tensor(tape: Tape, heads: Heads) -> Attended:
     factor = op.scaled(tape, scores, "scores, scaled", site)
     with_mask = masked(tape, factor, site)
     tape.release(factor)
-    bent = op.pointwise(tape, with_mask, "softmax of the scores", Site("attention: softmax", GPT2), saves_result=True)
+    bent = op.pointwise(tape, with_mask, "softmax of the scores", GPT2, saves_result=True)
     tape.release(with_mask)
     weights = cast(tape, bent, e, Site("softmax of the scores", GPT2))
     tape.release(bent)
@@ -480,7 +478,7 @@ def of_broadcast_keys(tape: Tape, heads: Heads) -> Attended:
     with_mask = masked(tape, scaled, Site("attention: scores", FALCON))
     wide = cast(tape, with_mask, r, Site("masked scores", FALCON))
     tape.release(with_mask)
-    weights = op.pointwise(tape, wide, "softmax of the scores", Site("attention: softmax", FALCON), saves_result=True)
+    weights = op.pointwise(tape, wide, "softmax of the scores", FALCON, saves_result=True)
     tape.release(wide, scores)
     by_token = _operand(tape, weights, copies, Site("softmax of the scores", FALCON), contiguous=True)
     by_head = _broadcast_operand(tape, heads, heads.value, "values", copies)
@@ -490,7 +488,7 @@ def of_broadcast_keys(tape: Tape, heads: Heads) -> Attended:
 
 #: Families whose eager attention differs from Llama's.
 EAGER_OF: dict[str, Attend] = {
-    "gemma2": partial(eager, capped=True),
+    **dict.fromkeys(families(lambda one: one.caps_scores), partial(eager, capped=True)),
     "gpt_oss": partial(eager, source=SINKS, sinks=True),
     "gpt2": of_one_tensor,
     "llama4_text": partial(eager, source=LLAMA_4, narrow=True),
@@ -586,9 +584,8 @@ def _product(
     The backward of ``bmm`` makes the second operand's gradient first.
     """
     (first, _), (second, _) = operands
-    name = "product with the values" if reason.startswith("attention output") else reason
     made = run(
-        tape, (second, first), reason, Site(f"attention: {name}", source), dtype=first.dtype if source == MATH else e, shape=shape,
+        tape, (second, first), reason, source, dtype=first.dtype if source == MATH else e, shape=shape,
         saved=factors(tape, *operands), gradient=of,
     )  # fmt: skip
     copies.used(tape, made)
@@ -667,10 +664,10 @@ def _weighted_values(tape: Tape, weights: Value, value: Value, copies: Copies, h
 
 def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value, tuple[Value, ...]]:
     """Return the softmax of scores and sink, cast to ``dtype`` without the sink, and the tensors of the function's variables."""
-    joined = op.plus_bias(tape, scores, a, "scores and sink", Site("attention: scores and sink", SINKS), shape=a * T * (s + 1))
+    joined = op.plus_bias(tape, scores, a, "scores and sink", SINKS, shape=a * T * (s + 1))
     lowered = _less_the_highest(tape, joined)
     tape.release(joined)
-    made = op.pointwise(tape, lowered, "softmax of scores and sink", Site("attention: softmax", SINKS), saves_result=True)
+    made = op.pointwise(tape, lowered, "softmax of scores and sink", SINKS, saves_result=True)
     without = Value(tape.hold(made.store), made.dtype, a * T * s)
     backward = makes("gradient of the softmax, with the sink's", SINKS, made)
     tape.add("attention: softmax without the sink", (without,), (), backward, of=(made,))
@@ -680,14 +677,13 @@ def _softmax_with_sinks(tape: Tape, scores: Value, dtype: Width) -> tuple[Value,
 def _less_the_highest(tape: Tape, joined: Value) -> Value:
     """Subtract the highest score of each row. Gradients also flow through that score."""
     highest = run(
-        tape, joined, "highest scores", Site("attention: highest scores", SINKS), shape=T * a,
+        tape, joined, "highest scores", SINKS, shape=T * a,
         keeps=(("places of the highest scores, int64", 8 * T * a),), gradient="gradient of the highest scores, among zeros",
     )  # fmt: skip
     unsummed = "gradient of the highest scores, not yet summed", joined.dtype * joined.shape
     difference = op.in_turn(
         op.needs(SINKS, unsummed), op.same_gradient(joined), makes("gradient of the highest scores", SINKS, highest)
     )
-    site = Site("attention: difference from the highest", SINKS)
-    made = run(tape, (joined, highest), "scores and sink, less the highest", site, backward=difference)
+    made = run(tape, (joined, highest), "scores and sink, less the highest", SINKS, backward=difference)
     tape.release(highest)
     return made

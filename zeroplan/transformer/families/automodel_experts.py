@@ -79,7 +79,7 @@ def _packed(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tu
 def _sorted_after(tape: Tape, normal: Value, weights: Value) -> tuple[Value, Value, tuple[Store, ...]]:
     """Return the same for DeepEP: it sends tokens with their experts, which Transformer Engine's ``permute`` then sorts."""
     came = op.run(
-        tape, normal, "tokens that came for this rank's experts", Site("dispatch", SENT), dtype=e, shape=P_own * h_own,
+        tape, normal, "tokens that came for this rank's experts", SENT, dtype=e, shape=P_own * h_own,
         gradient="gradient of this rank's tokens",
     )  # fmt: skip
     maps = tape.make(op.TENSOR, "rows of the sorted pairs, and their experts", (8 * x + 4) * P_own + 5 * P_own * x, SENT)
@@ -109,7 +109,7 @@ def _both_products(
     both = _with_bias(tape, both, counts, width, experts) if computing.biases else both
     factor = op.tensor(tape, "weights of one, fp32", 4, P_own, AUTOMODEL) if computing.weighted_last else chosen
     gated = op.run(
-        tape, (both, factor), "experts: weighted activation, input of the down projection", Site("experts: activation", AUTOMODEL),
+        tape, (both, factor), "experts: weighted activation, input of the down projection", AUTOMODEL,
         shape=P_own * m, saved=(both, factor), gradient="gradient of the experts' first product, or of the weights",
     )  # fmt: skip
     tape.release(both, *([factor] if computing.weighted_last else []))
@@ -145,7 +145,7 @@ def _with_adapter(
     inner = of_adapter(tape, value, (f"{name}: A", reads, padded), (ends, *copies), LORA, pairs=P_own, experts=experts)
     outer = of_adapter(tape, inner, (f"{name}: B", padded, width), (ends, *copies), LORA, pairs=P_own, experts=experts)
     scaled = op.run(tape, outer, f"{name}: adapter's output, scaled", LORA, gradient="gradient of the adapter's output")
-    made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", Site(f"{name}: sum", LORA))
+    made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", LORA)
     tape.release(product, scaled, inner)
     tape.drop(*copies)
     beside.copy = outer.store
@@ -247,7 +247,7 @@ def _summed_over_ranks(tape: Tape, made: Value, given: Value) -> Value:
     tape.add("zero times the gathered tokens", (joined,), (), backward, of=(made, given))
     sent = Exchange("all_reduce", Among.EXPERTS, 4 * made.shape)
     copied = op.run(
-        tape, joined, "outputs of all ranks' experts", Site("sum over ranks", GROUPED),
+        tape, joined, "outputs of all ranks' experts", GROUPED,
         gradient="gradient of the outputs, summed over ranks", sends=(sent,), sends_back=(sent,),
     )  # fmt: skip
     tape.release(joined)

@@ -7,16 +7,10 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer_of
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    HALF_TABLES,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import HALF_TABLES, Block, Definition, Program
 from zeroplan.transformer.families.glm4 import Half
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, gated_modules
 from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout

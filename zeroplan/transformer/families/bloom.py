@@ -5,7 +5,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import in_order_of_tokens, masked, softmax
 from zeroplan.transformer.families.decoder import LAYER_NORM
-from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Held, Program
+from zeroplan.transformer.families.definition import Around, Block, Definition, Held, Program
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM, STATISTICS
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
@@ -33,7 +34,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     active = _gelu(tape, inner)
     tape.release(inner)
     branch = op.linear(tape, active, h, Site("second MLP projection", MLP, layer="dense_4h_to_h"), reads=f, bias=True)
-    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    made = op.add(tape, middle, branch, "block output", LAYER)
     tape.release(branch, active, normal, middle, weights)
     tape.drop(*below)
     return made
@@ -53,7 +54,7 @@ def _attention(tape: Tape, normal: Value, given: Value) -> tuple[Value, Value]:
     by_head = _product(tape, (weights, value), (weights.store, joint.store, copies[2]), "attention output, head by head", T * c)
     context = in_order_of_tokens(tape, by_head, "attention output")
     branch = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="dense"), reads=c, bias=True)
-    made = op.add(tape, given, branch, "residual stream between attention and MLP", Site("residual addition", ATTENTION))
+    made = op.add(tape, given, branch, "residual stream between attention and MLP", ATTENTION)
     tape.drop(*copies)
     tape.release(joint, scores, with_mask, context, branch)
     return made, weights
@@ -70,14 +71,14 @@ def _flattened(tape: Tape, joint: Value) -> tuple[Store, ...]:
 
 
 def _product(tape: Tape, factors: tuple[Value, Value], saved: tuple[Store, ...], reason: str, shape: Size) -> Value:
-    site, of = Site(f"attention: {reason}", ATTENTION), "gradient of a factor of the product"
-    return op.run(tape, factors, reason, site, dtype=e, shape=shape, saved=saved, gradient=of)
+    of = "gradient of a factor of the product"
+    return op.run(tape, factors, reason, ATTENTION, dtype=e, shape=shape, saved=saved, gradient=of)
 
 
 def _gelu(tape: Tape, value: Value) -> Value:
     formula = value.dtype * value.shape
     return op.run(
-        tape, value, "gelu, input of the second projection", Site("gelu", GELU), saved=(value.store,),
+        tape, value, "gelu, input of the second projection", GELU, saved=(value.store,),
         passing=(("terms of tanh GELU", 3 * formula),), gradient="gradient of the input of gelu",
         beside=("terms of tanh GELU's derivative", 4 * formula),
     )  # fmt: skip

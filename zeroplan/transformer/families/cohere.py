@@ -6,22 +6,15 @@ In Command R7B and Command A three layers with a window come before one with ful
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp
-from zeroplan.transformer.families.definition import (
-    WITH_LATE_NORMS,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import Around, Block, Definition, Program
 from zeroplan.transformer.families.glm4 import Half, turned
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import WITH_LATE_NORMS, gated_modules
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params_gated import alike, attention_of, gated
-from zeroplan.transformer.params_modules import rms_norm
+from zeroplan.transformer.params_gated import alike, dense_block
 from zeroplan.transformer.symbols import k_2, q_2
 
 COHERE = "transformers 5.23, models/cohere/modeling_cohere.py"
@@ -35,8 +28,8 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.norm(tape, given, "norm before both branches", NORM, place=AT_ATTENTION_NORM)
     attended, weights = (_WITH_NORMS if block.head_norms else _ATTENTION).run(tape, normal, block)
     branch = gated_mlp(tape, normal, block, f"{COHERE}, CohereMLP.forward")
-    both = op.add(tape, given, attended, "residual stream and attention", Site("addition of attention", LAYER))
-    made = op.add(tape, both, branch, "block output", Site("addition of the MLP", LAYER))
+    both = op.add(tape, given, attended, "residual stream and attention", LAYER)
+    made = op.add(tape, both, branch, "block output", LAYER)
     tape.release(both, normal, branch, attended, weights)
     return made
 
@@ -61,10 +54,9 @@ _WITH_NORMS = _ATTENTION._replace(norm=NORM, own_weights=True)
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    attention, mlp = attention_of(model, bias=model.attention_bias), gated("mlp", model, model.intermediate_size)
     widths = (("q", model.num_attention_heads), ("k", model.num_key_value_heads)) if model.use_qk_norm else ()
     norms = tuple(Parameter(f"self_attn.{name}_norm.weight", (heads, model.head_dim)) for name, heads in widths)
-    return alike(model, (*attention, *norms, *mlp, *rms_norm("input_layernorm", model.hidden_size)))
+    return alike(model, dense_block(model, of_heads=norms, names=("input_layernorm",)))
 
 
 _CONFIG = ConfigKeys(

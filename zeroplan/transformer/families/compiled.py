@@ -52,11 +52,10 @@ def norm(tape: Tape, value: Value, weight: Size, rows: Size, site: Site) -> Valu
 
 def rotary(tape: Tape, value: Value, site: Site) -> Value:
     """Rotate queries or keys in one kernel, which saves nothing. ``value`` stays."""
-    at = Site(f"rotary positions of the {site.name}", COMPILED)
-    return run(tape, value, site.name, at, gradient=f"gradient of the {site.name}")
+    return run(tape, value, site.name, COMPILED, gradient=f"gradient of the {site.name}")
 
 
-def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
+def gated(tape: Tape, gate: Value, up: Value, reason: str) -> Value:
     """``act(gate) * up`` in one kernel. It saves both. The backward writes one gradient over ``up``, and the other anew.
 
     In a block that is recomputed, one kernel makes the product and both gradients, each anew.
@@ -70,7 +69,7 @@ def gated(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
         tape.temporary(f"{reason}, recomputed", gate.dtype * gate.shape, COMPILED)
         return [(gate, of_gate), (up, gradient(tape, up, f"gradient of the other factor of the {reason}", COMPILED))]
 
-    tape.add(name, (made,), (gate, up), backward, of=(gate, up))
+    tape.add(reason, (made,), (gate, up), backward, of=(gate, up))
     return made
 
 
@@ -194,7 +193,7 @@ def _keep_scales(tape: Tape, value: Value, site: Site, size: Size) -> None:
 
 
 def _float8_gated(
-    tape: Tape, gate: Value, up: Value, reason: str, name: str, *, by_rows: bool, in_mxfp8: bool
+    tape: Tape, gate: Value, up: Value, reason: str, *, by_rows: bool, in_mxfp8: bool
 ) -> Value:  # fmt: skip
     """``act(gate) * up``. The graph makes float8 weights of products of the backward where it makes those of the recomputation.
 
@@ -211,5 +210,5 @@ def _float8_gated(
         of_gate = gradient(tape, gate, f"gradient of the gate of the {reason}", COMPILED)
         return [(gate, of_gate), (up, gradient(tape, up, f"gradient of the other factor of the {reason}", COMPILED))]
 
-    tape.add(name, (made,), (gate, up), backward, of=(gate, up))
+    tape.add(reason, (made,), (gate, up), backward, of=(gate, up))
     return made

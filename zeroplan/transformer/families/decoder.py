@@ -88,8 +88,8 @@ class Layer(NamedTuple):
     def _added(self, tape: Tape, given: Value, branch: Value, reason: str) -> Value:
         """Return the residual stream plus the branch's output, whose variable lives until the sum exists."""
         name = "branch times its multiplier"
-        term = op.multiplied(tape, branch, name, Site(name, self.source)) if self.multiplied else branch
-        made = op.add(tape, given, term, reason, Site("residual addition", self.source))
+        term = op.multiplied(tape, branch, name, self.source) if self.multiplied else branch
+        made = op.add(tape, given, term, reason, self.source)
         tape.release(*((term, branch) if self.multiplied else (branch,)))
         return made
 
@@ -141,7 +141,7 @@ def _without_the_sinks_share(tape: Tape, attended: Value) -> Value:
     share = tape.make(op.TENSOR, "share of the scores that no sink takes, fp32", 4 * T * a, FLEX)
     name = "attention output without the sinks' share"
     wide = op.run(
-        tape, attended, f"{name}, fp32", Site(name, FLEX), dtype=4, saved=(attended, share),
+        tape, attended, f"{name}, fp32", FLEX, dtype=4, saved=(attended, share),
         gradient="gradient of the kernel's output", beside=("gradient of the share, not yet summed", 4 * T * c),
     )  # fmt: skip
     made = op.cast(tape, wide, attended.dtype, Site(name, FLEX))
@@ -213,7 +213,7 @@ class Attention(NamedTuple):
         query = self._normed_queries(tape, query) if self.norm_at_once else query
         key = project(k, "k projection", Module.K)
         key = self._normed_keys(tape, key) if self.norm_at_once else key
-        key = op.scaled(tape, key, "keys, scaled", Site("keys, scaled", self.source)) if self.scaled_keys else key
+        key = op.scaled(tape, key, "keys, scaled", self.source) if self.scaled_keys else key
         value = project(v, "v projection", Module.V)
         if not (self.norm_at_once or self.norm_last):
             query, key = self._normed_queries(tape, query), self._normed_keys(tape, key)
@@ -258,8 +258,9 @@ def gated_mlp(
         tape.release(gate)
     site = Site(f"{prefix}up projection", source, modules[1], layer=layers[1])
     up = op.linear(tape, normal, width, site, bias=bias)
-    reason, name = f"{prefix}gated product, input of the down projection", f"{prefix}gated product"
-    inner = in_one(tape, gate, up, reason, name) if in_one else op.product(tape, active, up, reason, Site(name, source))
+    reason = f"{prefix}gated product, input of the down projection"
+    site = Site(f"{prefix}gated product", source)
+    inner = in_one(tape, gate, up, reason) if in_one else op.product(tape, active, up, reason, site)
     tape.release(active, up)
     site = Site(f"{prefix}down projection", source, modules[2], layer=layers[2])
     made = op.linear(tape, inner, h, site, reads=width, bias=bias)
@@ -273,7 +274,7 @@ def joint_mlp(tape: Tape, normal: Value, block: Block, source: str) -> Value:
     gate, up = op.chunk(tape, both, (T * f, T * f), Site("gate and up", source))
     tape.release(both)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", source)
-    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", source))
+    inner = op.product(tape, up, active, "gated product, input of the down projection", source)
     tape.release(active, up)
     made = op.linear(tape, inner, h, Site("down projection", source, Module.DOWN), reads=f)
     tape.release(inner, gate)

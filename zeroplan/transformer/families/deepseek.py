@@ -13,17 +13,11 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attend, Attended, Heads, eager, efficient, in_32_bits
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, gated_mlp, layer
-from zeroplan.transformer.families.definition import (
-    SIZES,
-    Block,
-    ConfigKeys,
-    Definition,
-    Tables,
-    before_and_after,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import Block, Definition, Tables
 from zeroplan.transformer.families.experts import Routing, divided_by_their_sum, picked, product_of_router, routed_experts
 from zeroplan.transformer.families.frozen import copied_linear
+from zeroplan.transformer.families.keys import SIZES, ConfigKeys
+from zeroplan.transformer.families.module_names import before_and_after, gated_modules
 from zeroplan.transformer.families.operators import GRADIENT, TEMPORARY, TENSOR
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -67,12 +61,9 @@ def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None 
     if block.family == "deepseek_v2":
         turned = _as_complex(tape, turning, rotary_key)
     else:
-        turned = (
-            _rotated(tape, turning, "rotary part of the queries", a * o_2),
-            _rotated(tape, rotary_key, "rotary key", o_2),
-        )
+        turned = (_rotated(tape, turning, "rotary part of the queries", a * o_2), _rotated(tape, rotary_key, "rotary key", o_2))
     tape.release(latent, turning, rotary_key)
-    query = op.joined(tape, (bare, turned[0]), "queries", T * q, Site("both parts of the queries", LATENT))
+    query = op.joined(tape, (bare, turned[0]), "queries", T * q, LATENT)
     query = op.scaled_by_position(tape, query, f"{MISTRAL}, Mistral4Attention.forward") if block.family == "mistral4" else query
     key, value = expanded(tape, latent_norm, turned[1])
     chosen = () if choose is None else choose(tape, normal, latent_queries[0], block)
@@ -127,7 +118,7 @@ def _rotated(tape: Tape, value: Value, name: str, half: Size) -> Value:
     even, odd = op.slices(tape, value, (T * half, T * half), Site(f"even and odd elements of the {name}", ROTARY))
     dtype = op.wider(tape, value.dtype, r)
     made = op.run(
-        tape, (even, odd), f"{name}, turned", Site(f"rotary positions of the {name}", ROTARY), dtype=dtype, shape=value.shape,
+        tape, (even, odd), f"{name}, turned", ROTARY, dtype=dtype, shape=value.shape,
         passing=((f"{name}: both halves turned", dtype * value.shape),), gradient=f"gradient of the {name}, half",
     )  # fmt: skip
     tape.release(even, odd)
@@ -201,7 +192,7 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
     routed = routed_experts(tape, flat, routing.weights, block)
     tape.release(flat)
     shared = first or run_shared()
-    made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
+    made = op.add(tape, routed, shared, "output of routed and shared experts", MOE)
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)
     return made
@@ -210,13 +201,13 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
 def router(tape: Tape, normal: Value, block: Block) -> Routing:
     """Run the router. Its scores are sigmoids in fp32."""
     logits = logits_of(tape, normal, block)
-    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
+    scores = op.pointwise(tape, logits, "router: scores of all experts", ROUTER, saves_result=True)
     indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, ROUTER)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     shares = divided_by_their_sum(tape, chosen, CAST_BY_CUDA if block.autocast else 4, ROUTER)
-    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", ROUTER))
+    weights = op.scaled(tape, shares, "router: weights, scaled", ROUTER)
     return Routing(logits, weights, indices)
 
 
@@ -233,7 +224,7 @@ def _of_softmax(tape: Tape, normal: Value, block: Block) -> Routing:
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
-    weights = op.scaled(tape, chosen, "router: weights, scaled", Site("router: scaling", source))
+    weights = op.scaled(tape, chosen, "router: weights, scaled", source)
     tape.drop(*named)
     return Routing(logits, weights, indices)
 
@@ -261,14 +252,14 @@ def _of_mistral(tape: Tape, normal: Value, block: Block) -> Routing:
         logits = op.linear(tape, flat, E, Site("router", source))
     tape.release(flat)
     wide = op.cast(tape, logits, CAST_BY_CUDA if block.autocast else logits.dtype, Site("router: logits", source))
-    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: softmax", source), saves_result=True)
+    scores = op.pointwise(tape, wide, "router: scores of all experts", source, saves_result=True)
     tape.release(wide)
     indices = _top_experts(tape)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.release(scores)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     shares = divided_by_their_sum(tape, chosen, chosen.dtype, source)
-    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
+    weights = op.scaled(tape, shares, "router: weights, scaled", source)
     return Routing(logits, weights, indices)
 
 

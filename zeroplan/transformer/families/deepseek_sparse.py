@@ -19,13 +19,14 @@ from zeroplan.transformer.families.deepseek import (
     mlp,
     routed_and_shared,
 )
-from zeroplan.transformer.families.definition import Block, Definition, Program, Tables, before_and_after, gated_modules
+from zeroplan.transformer.families.definition import Block, Definition, Program, Tables
+from zeroplan.transformer.families.module_names import before_and_after, gated_modules
 from zeroplan.transformer.families.operators import TEMPORARY
 from zeroplan.transformer.families.tape import Store, Tape, Value, Width
 from zeroplan.transformer.parameters import HANDED, SHARED, BlockRun, Layout, kinds_by_indexer
 from zeroplan.transformer.params_gated import with_experts
 from zeroplan.transformer.params_modules import Parameters, layer_norm, linear
-from zeroplan.transformer.symbols import L, T, Y, b, e, h, j, o, o_2, r, s, u
+from zeroplan.transformer.symbols import T, Y, b, d_j, e, h, j, o, o_2, r, s, u
 
 V32 = "transformers 5.23, models/deepseek_v32/modeling_deepseek_v32.py"
 GLM = "transformers 5.23, models/glm_moe_dsa/modeling_glm_moe_dsa.py"
@@ -110,13 +111,13 @@ def _choose(
 def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Store:
     """Score every pair of tokens and return the keys with the highest scores. Variables hold the parts to the end."""
     run = Untracked(tape, INDEXER)
-    queries = run.linear(compressed, "queries", u, j * L)
+    queries = run.linear(compressed, "queries", u, j * d_j)
     keys = _normalised_keys(run, normal, block)
     of_keys: Width = 4 if block.autocast else e
     dtypes = op.wider(tape, e, r), op.wider(tape, of_keys, r)
     rotate = _turned_pairs if block.family == "glm_moe_dsa" else _turned
     turned = rotate(run, "queries", (e, dtypes[0]), T * j * o_2), rotate(run, "keys", (of_keys, dtypes[1]), T * o_2)
-    whole = run.make("queries, turned", dtypes[0] * T * j * L), run.make("keys, turned", dtypes[1] * T * L)
+    whole = run.make("queries, turned", dtypes[0] * T * j * d_j), run.make("keys, turned", dtypes[1] * T * d_j)
     scores, dtype = _scores(run, whole, dtypes, block)
     weights = _weights(run, normal)
     summed = run.after("scores of all heads", dtype * T * s, run.cast(weights, "weights of the heads", (4, dtype), T * j))
@@ -132,10 +133,10 @@ def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Stor
 
 def _normalised_keys(run: Untracked, normal: Value, block: Block) -> Store:
     """Project the keys, and run a LayerNorm, which autocast runs in fp32."""
-    bare = run.linear(normal, "keys", h, L)
+    bare = run.linear(normal, "keys", h, d_j)
     dtype: Width = 4 if block.autocast else e
-    given = run.cast(bare, "keys", (e, dtype), T * L)
-    made = run.make("norm of the keys", dtype * T * L)
+    given = run.cast(bare, "keys", (e, dtype), T * d_j)
+    made = run.make("norm of the keys", dtype * T * d_j)
     run.tape.drop(run.make("mean and deviation of each key", 8 * T), given, bare)
     return made
 
@@ -161,11 +162,11 @@ def _turned_pairs(run: Untracked, name: str, dtypes: tuple[Width, Width], half: 
 
 def _scores(run: Untracked, operands: tuple[Store, Store], dtypes: tuple[Width, Width], block: Block) -> tuple[Store, Width]:
     """Return the scores of all pairs of tokens for every head, in fp32; autocast's product is in 16 bits."""
-    tape, sizes = run.tape, (T * j * L, T * L)
+    tape, sizes = run.tape, (T * j * d_j, T * d_j)
     wide = [run.cast(one, "operand", (was, 4), size) for one, was, size in zip(operands, dtypes, sizes, strict=True)]
     dtype: Width = e if block.autocast else 4
     read = [run.cast(one, "operand", (4, dtype), size) for one, size in zip(wide, sizes, strict=True)]
-    copied = run.make("keys, copied for each query", dtype * T * s * L * at_most(1, b - 1))
+    copied = run.make("keys, copied for each query", dtype * T * s * d_j * at_most(1, b - 1))
     product = run.after("scores", dtype * T * j * s, copied, *read)
     tape.drop(*wide)
     scaled = run.after("scores, scaled", dtype * T * j * s, product)

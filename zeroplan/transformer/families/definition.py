@@ -1,30 +1,29 @@
 """The contents of a family's file, and the structure of a block on which its program depends."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 from zeroplan.expr import Size, Values
 from zeroplan.ledger import PLAIN, Kind, Line, Tag
 from zeroplan.spec.adapter import Dora, Quantize, Stacked
-from zeroplan.spec.family import TRAITS, Activation
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.hardware import Kernels
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import LINEAR_KERNELS, Attention, Recompute
 from zeroplan.spec.releases import NOW, Release
+from zeroplan.spec.traits import Activation
 from zeroplan.transformer.families import attention as kernels_of
 from zeroplan.transformer.families.attention import Attend, HeadSize
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import GATED_MODULES, Names
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, OwnKeys
 from zeroplan.transformer.symbols import d, d_4, r, s
 
-#: ``counted_as`` of models with a router.
-ROUTER_LOGITS = (False, "the loss of the router and its logits take some bytes per token and expert more")
-ROUTER_LOSS = {"the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",)}
 ROTARY = "transformers 5.23, models/llama/modeling_llama.py, LlamaRotaryEmbedding.forward"
-SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 # --- the structure of a block ------------------------------------------------------------------------------------------------
 
@@ -251,62 +250,7 @@ class Block(NamedTuple):
         return partial(kernels_of.flash_of_filled if self.filled else kernels_of.flash, size=self.head_size)
 
 
-# --- names of a block's modules, in the order in which they run --------------------------------------------------------------
-
-Names: TypeAlias = tuple[str, ...]
-ATTENTION_MODULES: Names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-#: The same with norms of queries and keys, which run after all projections.
-WITH_LATE_NORMS: Names = (*ATTENTION_MODULES[:3], "self_attn.q_norm", "self_attn.k_norm", ATTENTION_MODULES[3])
-
-
-def gated_modules(name: str) -> Names:
-    """Return the modules of the gated MLP ``name``."""
-    return (name, f"{name}.gate_proj", f"{name}.act_fn", f"{name}.up_proj", f"{name}.down_proj")
-
-
-def before_and_after(attention: Names, mlp: Names) -> Names:
-    """Return the modules of a block with one norm before attention and one before the MLP."""
-    return ("input_layernorm", "self_attn", *attention, "post_attention_layernorm", *mlp)
-
-
-GATED_MODULES = before_and_after(ATTENTION_MODULES, gated_modules("mlp"))
-
 # --- a family ----------------------------------------------------------------------------------------------------------------
-
-
-class ConfigKeys(NamedTuple):
-    """How to read a family's ``config.json``. Source: ``models/<family>/configuration_<family>.py`` of transformers 5.23."""
-
-    defaults: Mapping[str, int | bool] = {}
-    """The class's defaults, beside those of every family: key/value heads = heads, head_dim = hidden / heads, no window."""
-    fixed: Mapping[str, bool | int] = {}
-    """Values that the class fixes. A config with another value describes another architecture."""
-    required: tuple[str, ...] = SIZES
-    """Fields that a config must contain."""
-    keys: Mapping[str, tuple[str, ...]] = {}
-    """The JSON keys of a field whose key is not the field's name; the first is the family's own."""
-    activation: str = "hidden_act"
-    """The JSON key of the MLP's activation function."""
-    optional_window: bool = False
-    """The window counts only if ``use_sliding_window`` is true."""
-    window_every: int | None = None
-    """The period of a pattern in which all layers but the last have a window, if the pattern changes no tensor."""
-    in_turn: Mapping[str, tuple[object, object]] = {}
-    """Keys with a list of values per layer: the value of most layers, and the value of each period's last layer."""
-    dropout: Mapping[str, float] = {"attention_dropout": 0.0}
-    """The dropout rates that the class reads, with their defaults."""
-    only: Mapping[str, tuple[object, ...]] = {}
-    """Keys with the only values that the formulas cover; absent or null means the class's default."""
-    not_null: tuple[str, ...] = ()
-    """Keys that may be absent but not null."""
-    counted_as: Mapping[str, tuple[object, str]] = {}
-    """Keys with the value that the formulas count, and the small tensors that another value adds or removes."""
-    assumed: Mapping[str, object] = {}
-    """The class's default of such a key, if it differs from the counted value."""
-    read: tuple[str, ...] = ()
-    """Keys that the reader uses only for this family."""
-    harmless: Mapping[str, tuple[str, ...]] = {}
-    """Keys that change no tensor of a training step, by reason."""
 
 
 class Tables(NamedTuple):

@@ -89,7 +89,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     ]
     tape.release(*bare)
     units = [unit_length(tape, one, name, _PRODUCT, RULE) for one, name in zip(wide, ("queries", "keys"), strict=False)]
-    scaled = op.multiplied(tape, units[0], "queries, scaled", Site("queries, scaled", RULE))
+    scaled = op.multiplied(tape, units[0], "queries, scaled", RULE)
     tape.release(units[0], *wide[:2])
     rows = (scaled, "queries", A * D), (units[1], "keys", A * D), (wide[2], "values", A * I)
     query, key, value = (_longer(tape, one, name, FILLED * width) for one, name, width in rows)
@@ -101,7 +101,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     tape.drop(tape.make(op.TEMPORARY, "ones of a chunk's mask", Size(((CHUNK * CHUNK,),)), RULE))
     mask = tape.make(op.TENSOR, "mask of a chunk, booleans", Size(((CHUNK * CHUNK,),)), RULE)
     summed = op.run(
-        tape, decay, "decay, summed up within chunks", Site("decay, summed up", RULE), dtype=4, shape=FILLED * A,
+        tape, decay, "decay, summed up within chunks", RULE, dtype=4, shape=FILLED * A,
         gradient="gradient of the decay", beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
     )  # fmt: skip
     in_chunks = op.view(tape, query, Site("queries in chunks", RULE)), op.view(tape, key, Site("keys in chunks", RULE))
@@ -117,7 +117,7 @@ def _for_each_head(tape: Tape, value: Value, name: str, *, repeated: bool) -> Va
     if not repeated:
         return _in_chunks(tape, value, name)
     reason, of = f"{name}, repeated for each head of values", f"gradient of the {name}"
-    return op.run(tape, value, reason, Site(f"{name}, repeated", RULE), shape=T * A * D, gradient=of)
+    return op.run(tape, value, reason, RULE, shape=T * A * D, gradient=of)
 
 
 def _in_chunks(tape: Tape, value: Value, name: str) -> Value:
@@ -144,9 +144,7 @@ def unit_length(tape: Tape, value: Value, name: str, length: Length, source: str
     """``x * rsqrt((x * x).sum() + eps)``, or a quotient; ``source``: of the product. ``value`` stays."""
     word, sums, (derivative, size), norm = length
     both = op.makes(f"gradients of both factors of the {name} squared", norm, value, value)
-    square = op.run(
-        tape, value, f"{name} squared", Site(f"square of the {name}", norm), dtype=4, saved=(value.store,), backward=both
-    )
+    square = op.run(tape, value, f"{name} squared", norm, dtype=4, saved=(value.store,), backward=both)
     total = tape.make(op.TEMPORARY, f"sums of the {name} squared", sums * T * A, norm)
     tape.release(square)
     root = op.tensor(tape, f"{word} of the {name}", 4, T * A, norm)
@@ -165,7 +163,7 @@ def unit_length(tape: Tape, value: Value, name: str, length: Length, source: str
 def _longer(tape: Tape, value: Value, name: str, shape: Size) -> Value:
     """``F.pad`` to whole chunks. It copies even if it pads nothing."""
     reason, of = f"{name}, filled up to whole chunks", f"gradient of the {name}"
-    return op.run(tape, value, reason, Site(f"{name}, filled up", RULE), dtype=4, shape=shape, gradient=of)
+    return op.run(tape, value, reason, RULE, dtype=4, shape=shape, gradient=of)
 
 
 def _times(tape: Tape, value: Value, factor: Value, reason: str) -> Value:
@@ -248,7 +246,7 @@ def _scores(tape: Tape, first: Value, second: Value, decays: Value, reason: str,
     bare = op.matmul(tape, first, second, (f"{reason}, not decayed", PAIRS), site, copies)
     for one in copies:
         tape.drop(one)
-    made = op.product(tape, bare, decays, reason, Site(f"decay of the {reason}", RULE))
+    made = op.product(tape, bare, decays, reason, RULE)
     tape.release(bare)
     return made
 
@@ -299,8 +297,8 @@ def _decayed(tape: Tape, ready: _Ready, inside: _Inside, state: Value, *, severa
     query = _times(tape, ready.query, growth, "queries, decayed")
     tape.release(ready.query, growth)
     keys, decays = (ready.key, ready.decay) if several else (_unfollowed(tape, ready.key), _unfollowed(tape, ready.decay))
-    site, of = Site("decay to a chunk's end", RULE), "gradient of the decay"
-    rest = op.run(tape, decays, "logarithms of decay to a chunk's end", site, dtype=4, shape=FILLED * A, gradient=of)
+    of = "gradient of the decay"
+    rest = op.run(tape, decays, "logarithms of decay to a chunk's end", RULE, dtype=4, shape=FILLED * A, gradient=of)
     shrinking = op.exponential(tape, rest, "decay to a chunk's end", RULE)
     tape.release(rest)
     key = _times(tape, keys, shrinking, "keys, decayed")
@@ -475,7 +473,7 @@ def written(tape: Tape, core: Value, output: Value, rows: Size) -> Value:
 
 def _cut(tape: Tape, core: Value) -> Value:
     """Return the output in the order of tokens, unpadded and cast. It releases ``core``."""
-    whole = op.run(tape, core, "output of linear attention, in order", Site("output in order", RULE), dtype=4)
+    whole = op.run(tape, core, "output of linear attention, in order", RULE, dtype=4)
     tape.release(core)
     made = op.tensor(tape, "output of linear attention", e, T * A * I, RULE)
 

@@ -17,7 +17,7 @@ from zeroplan.expr import NOTHING, Size, Values, at_least, at_most, call, ceil
 from zeroplan.ledger import Among, Kind, Line, Module, Role, Tag
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, minimum, next_power_of_2
-from zeroplan.spec.family import TRAITS
+from zeroplan.spec.family import TRAITS, traits_of
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OF_LOSS, ROUNDING, Loss
 from zeroplan.transformer.blocks import At, BackwardPoint, Compute, Place
@@ -43,9 +43,8 @@ from zeroplan.transformer.families.tape import (
     Store,
     Tape,
     Value,
-    Width,
 )
-from zeroplan.transformer.families.traced import Index, Placed, Places, Plan, Sizes, Within, of_a_rank, top
+from zeroplan.transformer.families.traced import Plan, Sizes, Stores, Within, numbered, of_a_rank, ran_forward, top
 from zeroplan.transformer.families.widths import Widths
 from zeroplan.transformer.params import is_frozen
 from zeroplan.transformer.symbols import T, T_p, V, V_w, b, e, h, i, r, z
@@ -70,9 +69,6 @@ OF_ALL_RANKS = "NeMo AutoModel 36044ad3, components/loss/masked_ce.py, MaskedCro
 WRITTEN_EARLY = "NeMo AutoModel 36044ad3, components/loss/te_parallel_ce.py, CrossEntropyFunction"
 PARALLEL = "torch 2.13, torch/distributed/tensor/parallel/loss.py, loss_parallel"
 LOGITS, WEIGHT = Kind.LOGITS, Kind.UNSHARDED_GRADIENTS
-
-#: Families that cap the logits with ``tanh`` before the loss.
-CAPPED = ("gemma2", "gemma4_text")
 
 LABELS = Tag(Role.LABELS)
 AT_LOSS = Place(At.LOSS)
@@ -151,12 +147,12 @@ class _Ran(NamedTuple):
 
 
 class _Planned(NamedTuple):
-    """The plan of a structure, with indexes of the loss's kept tensors and of the logits."""
+    """The plan of a structure, the loss's kept tensors, and the logits."""
 
     plan: Plan
-    kept: Places
-    output: Places
-    in_the_model: tuple[Placed, ...]
+    kept: Stores
+    output: Stores
+    in_the_model: tuple[Alive, ...]
     """The moments of the final norm's forward, before the inner model returns."""
 
 
@@ -178,10 +174,10 @@ def unsaved(ending: Ending, values: Values) -> tuple[Line, ...]:
 
 def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
     """Return the memory of a structure, for one batch."""
-    plan, kept_places, output, in_the_model = _plan_of(ending)
+    plan, of_loss, output, in_the_model = _plan_of(ending)
     sizes = Sizes(plan, values)
-    saved = tuple([place for place in plan.saved if place not in kept_places])
-    kept = sizes.lines(kept_places)
+    saved = tuple([one for one in plan.saved if one not in of_loss])
+    kept = sizes.lines(of_loss)
     beyond = top(sizes, "none", autocast=ending.wide_residual, above=BEFORE_LOSS, within=Within(in_the_model, beside))
     forward = (*kept, *(line for line in beyond if not any(line is one for one in kept)))
     points = _arrivals(sizes) if plan.arrivals else sizes.points("none")
@@ -191,10 +187,9 @@ def _written(ending: Ending, values: Values, beside: Int) -> EndingPass:
 
 def output_bytes(ending: Ending, values: Values) -> Int:
     """Return the size of the logits that the model returns. [bytes]"""
-    plan, _, output, _ = _plan_of(ending)
     n_bytes: Int = 0
-    for place in output:
-        n_bytes = n_bytes + plan.stores[place].size.value(values)
+    for one in _plan_of(ending).output:
+        n_bytes = n_bytes + one.size.value(values)
     return n_bytes
 
 
@@ -239,20 +234,20 @@ def _arrivals(sizes: Sizes) -> tuple[BackwardPoint, ...]:
 @lru_cache(maxsize=256)
 def _plan_of(ending: Ending) -> _Planned:
     """Run the program of a structure forward and backward."""
-    tape, index, dtypes = _tape_of(ending), Index(), {"wide": ending.wide, "autocast": ending.wide_residual}
+    tape, dtypes = _tape_of(ending), {"wide": ending.wide, "autocast": ending.wide_residual}
     ran, names, in_the_model = _run(tape, ending)
-    within = index.moments(highest(in_the_model, **dtypes))
-    forward, casts = index.forward(tape, tape.saved, dtypes), index.elements(tape.casts)
-    kept, output = index.of(ran.kept), index.of(ran.output)
+    within = highest(in_the_model, **dtypes)
+    forward, casts = ran_forward(tape, tape.saved, dtypes), tuple(tape.casts)
     tape.drop(*names)
     tape.run_backward(ran.loss, ran.loss.store)
-    points = index.moments(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
-    arrivals, source = index.arrivals(ran.arrivals), _source(ending)
-    plan = Plan(tuple(index.stores), tuple(index.weights), {"none": forward}, points, casts, (), (), (), source, {}, arrivals)
-    return _Planned(of_a_rank(plan, whole=ending.whole_sequences) if ending.sharded else plan, kept, output, within)
+    points = numbered(_with_the_loss([*ran.earlier, *tape.moments], dtypes))
+    others = (*ran.kept, *ran.output, *(store for one in within for store in one.stores))
+    plan = Plan(_source(ending), {"none": forward}, points, casts, arrivals=ran.arrivals, others=others)
+    plan = of_a_rank(plan, whole=ending.whole_sequences) if ending.sharded else plan
+    return _Planned(plan, ran.kept, ran.output, within)
 
 
-def ran_forward(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:
+def ran_to_the_loss(ending: Ending, *, marking: bool = False) -> tuple[Tape, Value]:
     """Run the program of a structure forward. Return the tape and the loss."""
     tape = _tape_of(ending, marking=marking)
     ran, names, _ = _run(tape, ending)
@@ -460,7 +455,7 @@ def _without_the_last(tape: Tape, logits: Value) -> tuple[Value, tuple[Store, ..
     """
     wide, shape = _wide(tape, logits), (T - b) * V
     shifted = Value(tape.make(LOGITS, "fp32 logits without each sequence's last", 4 * shape * _several(), SHIFTED), 4, shape)
-    tape.add("shift of the logits", (shifted,), (), _makes("gradient of the fp32 logits", wide), of=(wide,))
+    tape.add("shift of the logits", (shifted,), (), _makes("gradient of the fp32 logits", FULL, wide), of=(wide,))
     return shifted, (wide.store, shifted.store)
 
 
@@ -478,42 +473,23 @@ def _labels(tape: Tape) -> tuple[Store, Store]:
 
 def _capped(tape: Tape, logits: Value, ending: Ending) -> Value:
     """Return the logits, in some families capped with ``tanh``, whose result autograd saves."""
-    if ending.family not in CAPPED:
+    if not traits_of(ending.family).caps_logits:
         return logits
-    divided = _logits(tape, logits, "logits, divided", CAP)
-    tape.add("cap", (divided,), (), _makes("gradient of the logits", logits), of=(logits,))
-    tape.release(logits)
-    bent = _logits(tape, divided, "tanh of the logits, kept by the soft cap", CAP)
-    tape.add("cap", (bent,), (bent.store,), _makes("gradient of the divided logits", divided), of=(divided,))
-    tape.release(divided)
-    made = _logits(tape, bent, "logits", CAP)
-    tape.add("cap", (made,), (), _makes("gradient of the bent logits", bent), of=(bent,))
-    tape.release(bent)
-    return made
+    steps = (
+        ("logits, divided", "logits"),
+        ("tanh of the logits, kept by the soft cap", "divided logits"),
+        ("logits", "bent logits"),
+    )
+    for at, (reason, before) in enumerate(steps):
+        made = op.tensor(tape, reason, logits.dtype, logits.shape, CAP, kind=LOGITS)
+        backward = _makes(f"gradient of the {before}", FULL, logits)
+        tape.add("cap", (made,), (made.store,) if at == 1 else (), backward, of=(logits,))
+        tape.release(logits)
+        logits = made
+    return logits
 
 
-def _logits(tape: Tape, like: Value, reason: str, source: str, dtype: Width | None = None) -> Value:
-    dtype = like.dtype if dtype is None else dtype
-    return Value(tape.make(LOGITS, reason, dtype * like.shape, source), dtype, like.shape)
-
-
-def _makes(reason: str, value: Value, source: str = FULL, *, dtype: Width | None = None) -> Backward:
-    """Return a backward that makes a gradient of logits, by default in their dtype."""
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        return [(value, tape.make(LOGITS, reason, (value.dtype if dtype is None else dtype) * value.shape, source))]
-
-    return backward
-
-
-def _beside(source: str, *temporaries: op.Named) -> Backward:
-    """Return a backward that makes tensors as large as logits, which live until the operator ends."""
-
-    def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
-        tape.scratch += [tape.make(LOGITS, reason, size, source) for reason, size in temporaries]
-        return []
-
-    return backward
+_makes, _beside = partial(op.makes, kind=LOGITS), partial(op.needs, kind=LOGITS)
 
 
 def _steps(source: str, *temporaries: tuple[Kind, str, Size]) -> Backward:
@@ -531,8 +507,8 @@ def _wide(tape: Tape, logits: Value, *, narrow: bool = False) -> Value:
     if narrow or tape.is_wide(logits.dtype):
         tape.hold(logits.store)
         return logits
-    made = _logits(tape, logits, "logits in fp32", FULL, 4)
-    tape.add("cast of the logits", (made,), (), _makes("gradient of the logits", logits), of=(logits,))
+    made = op.tensor(tape, "logits in fp32", 4, logits.shape, FULL, kind=LOGITS)
+    tape.add("cast of the logits", (made,), (), _makes("gradient of the logits", FULL, logits), of=(logits,))
     return made
 
 
@@ -556,7 +532,7 @@ def cross_entropy(
     anyway: a row of logits is longer than a label.
     """
     wide, (element, kind) = _wide(tape, logits, narrow=narrow), (logits.dtype, "") if narrow else (4, ", fp32")
-    softmax = _logits(tape, wide, f"log-softmax of the logits{kind}", FULL)
+    softmax = op.tensor(tape, f"log-softmax of the logits{kind}", wide.dtype, wide.shape, FULL, kind=LOGITS)
     for label in labels:
         tape.saved[tape.hold(label)] = None
 
@@ -566,7 +542,7 @@ def cross_entropy(
 
     backward = op.in_turn(
         without_labels, _beside(FULL, (f"gradient of log-softmax{kind}", element * softmax.shape)),
-        _makes("gradient of the logits" if narrow else "gradient of the fp32 logits", wide, dtype=element),
+        _makes("gradient of the logits" if narrow else "gradient of the fp32 logits", FULL, wide, dtype=element),
     )  # fmt: skip
     return _loss(tape, "loss", (softmax.store,), backward, wide), (wide.store, softmax.store)
 
@@ -581,7 +557,9 @@ def _gathered_first(
     whole = Value(tape.make(LOGITS, "logits of the whole vocabulary", size, OF_ALL_RANKS), own.dtype, T * V_w)
     tape.send(Exchange("all_gather", Among.TENSOR, size))
     tape.drop(by_rank)
-    tape.add("gathering of the logits", (whole,), (), _makes("gradient of this rank's logits", own), of=(own,), place=AT_LOSS)
+    tape.add(
+        "gathering of the logits", (whole,), (), _makes("gradient of this rank's logits", FULL, own), of=(own,), place=AT_LOSS
+    )
     tape.release(own)
     loss, names = cross_entropy(tape, whole, labels, narrow=narrow)
     return loss, (whole.store, *names)
@@ -602,23 +580,23 @@ def _written_over(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple
 def _compiled(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run a cross-entropy that inductor compiled. It reads 16-bit logits, and the backward writes their gradient in 16 bits."""
     rows = tape.make(LOGITS, "maximum and log-sum of each token's logits, fp32", 8 * T, COMPILED)
-    return _loss(tape, "loss", (logits.store, rows, *labels), _makes("gradient of the logits", logits), logits), (rows,)
+    return _loss(tape, "loss", (logits.store, rows, *labels), _makes("gradient of the logits", FULL, logits), logits), (rows,)
 
 
 def _over_ranks(tape: Tape, logits: Value, labels: tuple[Store, ...]) -> tuple[Value, tuple[Store, ...]]:
     """Run cross-entropy over a rank's shard of the vocabulary. One backward covers log-softmax and loss."""
     wide, each_row = _wide(tape, logits), Exchange("all_reduce", Among.TENSOR, 4 * T)
     tape.send(each_row)  # the largest
-    less = _logits(tape, wide, "logits less the largest of their row, fp32", PARALLEL)
+    less = op.tensor(tape, "logits less the largest of their row, fp32", wide.dtype, wide.shape, PARALLEL, kind=LOGITS)
     rows = tape.make(LOGITS, "largest logit, sum and logarithm of each row, fp32", 12 * T, PARALLEL)
     tape.send(each_row)  # the sum
-    softmax = _logits(tape, wide, "log-softmax of the logits, fp32", PARALLEL)
+    softmax = op.tensor(tape, "log-softmax of the logits, fp32", wide.dtype, wide.shape, PARALLEL, kind=LOGITS)
     tape.send(each_row)  # the label's
     beside = _beside(
         PARALLEL, ("masks, targets and weights of each token", 33 * T), ("gradient of log-softmax, fp32", 4 * wide.shape),
         ("softmax of the logits, fp32", 4 * wide.shape),
     )  # fmt: skip
-    backward = op.in_turn(beside, _makes("gradient of the fp32 logits", wide, PARALLEL, dtype=4))
+    backward = op.in_turn(beside, _makes("gradient of the fp32 logits", PARALLEL, wide, dtype=4))
     loss = _loss(tape, "loss", (softmax.store, *labels), backward, wide)
     return loss, (wide.store, less.store, rows, softmax.store)
 
@@ -783,12 +761,12 @@ def _in_place(tape: Tape, read: Value, ending: Ending, *, entropy: bool = False)
     """
     hot = _capped(tape, _product(tape, read), ending)
     logits = Value(tape.hold(hot.store), hot.dtype, hot.shape)
-    tape.add("division by the temperature", (logits,), (), _makes("gradient of the undivided logits", hot), of=(hot,))
+    tape.add("division by the temperature", (logits,), (), _makes("gradient of the undivided logits", FULL, hot), of=(hot,))
     tape.release(hot)
     labels = tape.make(LOGITS, "labels", 8 * T, IN_PLACE, LABELS)
     rows = tape.make(LOGITS, "log-probability and log-sum-exp of each token", (24 if entropy else 8) * T, IN_PLACE)
     by_both = op.in_turn(
-        _makes("gradient of the logits by the log-probabilities", logits, IN_PLACE),
+        _makes("gradient of the logits by the log-probabilities", IN_PLACE, logits),
         _beside(IN_PLACE, ("gradient of the logits by the entropy", logits.dtype * logits.shape)),
     )
     kept = (logits.store, rows, labels)
@@ -918,7 +896,7 @@ def _compared(tape: Tape, read: Value, ending: Ending, *, kind: _Divergence) -> 
         LOGITS, "log-probabilities and what is made of them, of all pieces", kind.kept * product.shape, kind.source
     )
     steps = LOGITS, "gradients of the last piece and of all logits", kind.backward * product.shape
-    backward = op.in_turn(_steps(kind.source, steps), _makes("gradient of the logits", product, kind.source))
+    backward = op.in_turn(_steps(kind.source, steps), _makes("gradient of the logits", kind.source, product))
     loss = _loss(tape, "divergence", (kept, labels), backward, product)
     return _Ran(loss, (kept, labels), (held, labels, kept, product.store), (product.store,))
 
@@ -936,7 +914,7 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     rows_of_chosen = _viewed(tape, logits, ceil(T, 2) * V, "gradient of all logits by the chosen")
     copy = tape.make(LOGITS, "logits of the chosen, copied", logits.dtype * half * copied, PAIRS)
     chosen = Value(copy, logits.dtype, half)
-    of_shift = _makes("gradient of the chosen with their last tokens", rows_of_chosen)
+    of_shift = _makes("gradient of the chosen with their last tokens", FULL, rows_of_chosen)
     tape.add("shift of the chosen", (chosen,), (), of_shift, of=(rows_of_chosen,), place=AT_LOSS)
     tape.release(rows_of_chosen)
     nll, softmax = _loss_of_the_chosen(tape, chosen)
@@ -944,7 +922,7 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
     rows = tape.make(LOGITS, "log-probability, entropy and statistics of each token", 16 * (T - b), PAIRS)
     targets = tape.make(LOGITS, "labels that count", 8 * (T - b), PAIRS, LABELS)
     shifted = _viewed(tape, logits, (T - b) * V, "gradient of all logits")
-    of_log_probs = _makes("gradient of all logits but the last", shifted)
+    of_log_probs = _makes("gradient of all logits but the last", FULL, shifted)
     odds = _loss(tape, "log-probabilities", (logits.store, rows, targets), of_log_probs, shifted)
     tape.release(shifted)
 
@@ -958,16 +936,16 @@ def _of_pairs(tape: Tape, read: Value, ending: Ending, *, narrow: bool) -> _Ran:
 
 def _loss_of_the_chosen(tape: Tape, chosen: Value) -> tuple[Value, Store]:
     """Run cross-entropy of the chosen logits in their dtype; return the loss and the log-softmax that it keeps."""
-    softmax = _logits(tape, chosen, "log-softmax of the chosen", PAIRS)
+    softmax = op.tensor(tape, "log-softmax of the chosen", chosen.dtype, chosen.shape, PAIRS, kind=LOGITS)
     beside = _beside(PAIRS, ("gradient of the log-softmax", softmax.dtype * softmax.shape))
-    backward = op.in_turn(beside, _makes("gradient of the chosen logits", chosen, PAIRS))
+    backward = op.in_turn(beside, _makes("gradient of the chosen logits", PAIRS, chosen))
     return _loss(tape, "loss of the chosen", (softmax.store,), backward, chosen), softmax.store
 
 
 def _viewed(tape: Tape, logits: Value, shape: Size, reason: str) -> Value:
     """Return a slice of the logits, a view. Its backward makes a gradient of all of them."""
     view = Value(tape.hold(logits.store), logits.dtype, shape)
-    tape.add("logits' slice", (view,), (), _makes(reason, logits), of=(logits,), place=AT_LOSS)
+    tape.add("logits' slice", (view,), (), _makes(reason, FULL, logits), of=(logits,), place=AT_LOSS)
     return view
 
 

@@ -8,23 +8,15 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.deepseek import EXPERT_MODULES
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    ROUTER_LOGITS,
-    ROUTER_LOSS,
-    SIZES,
-    Block,
-    ConfigKeys,
-    Definition,
-    Tables,
-    before_and_after,
-)
+from zeroplan.transformer.families.definition import Block, Definition, Tables
 from zeroplan.transformer.families.experts import Routing, logits_in_32_bits, picked, routed_experts
 from zeroplan.transformer.families.glm4 import Half, exchanged_pairs, times_table
+from zeroplan.transformer.families.keys import WITH_EXPERTS, ConfigKeys
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.families.olmo2 import CAST
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout, Parameter
-from zeroplan.transformer.params_gated import alike, attention_of, fused_experts, gated, two_norms, with_experts
+from zeroplan.transformer.params_gated import attention_of, dense, fused_experts, gated, with_experts
 from zeroplan.transformer.params_modules import Parameters
 from zeroplan.transformer.symbols import E, T, d, e, h, k_2, m, n, q_2, r, s, t
 
@@ -62,7 +54,7 @@ def _turned(tape: Tape, value: Value, cos: Store, sin: Store, of: Half) -> Value
     tape.release(bare)
     times_sin = times_table(tape, exchanged, sin, f"{of.name} times sin")
     tape.release(exchanged)
-    made = op.add(tape, direct, times_sin, f"{of.name}, turned", Site(f"rotary positions of the {of.name}", ROTARY))
+    made = op.add(tape, direct, times_sin, f"{of.name}, turned", ROTARY)
     tape.release(direct, times_sin)
     return made
 
@@ -80,9 +72,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
         routing = _router(tape, flat, block)
     made = routed = routed_experts(tape, flat, routing.weights, block)
     if shared is not None:
-        made = op.add(
-            tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE)
-        )
+        made = op.add(tape, routed, shared, "output of routed and shared experts", MOE)
         tape.release(routed, shared)
     tape.drop(routing.indices)
     tape.release(flat, routing.weights, routing.logits)
@@ -95,7 +85,7 @@ def _router(tape: Tape, flat: Value, block: Block) -> Routing:
         logits = op.wide_linear(tape, flat, E, Site("router", ROUTER), reads=h)
     else:
         logits = logits_in_32_bits(tape, flat)
-    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: softmax", ROUTER), saves_result=True)
+    scores = op.pointwise(tape, logits, "router: scores of all experts", ROUTER, saves_result=True)
     biased = tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, ROUTER)
     best = tape.make(op.TEMPORARY, "router: highest scores and bias, fp32", 4 * T * t, ROUTER)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
@@ -112,14 +102,14 @@ def _router(tape: Tape, flat: Value, block: Block) -> Routing:
 def _divided(tape: Tape, chosen: Value) -> Value:
     """``weights / clamp(weights.sum())``. Autograd saves the weights, their sum and the clamped sum."""
     total = op.run(
-        tape, chosen, "router: sum of the top-k weights", Site("router: sum", ROUTER), shape=T,
+        tape, chosen, "router: sum of the top-k weights", ROUTER, shape=T,
         gradient="gradient of the top-k weights through their sum",
     )  # fmt: skip
     name = "router: sum of the top-k weights, clamped"
     clamped = op.run(tape, total, name, ROUTER, saved=(total,), gradient="gradient of the sum of the top-k weights")
     tape.release(total)
     made = op.run(
-        tape, (chosen, clamped), "router: top-k weights, divided by their sum", Site("router: division by the sum", ROUTER),
+        tape, (chosen, clamped), "router: top-k weights, divided by their sum", ROUTER,
         saved=(chosen, clamped), gradient="gradient of the top-k weights, or of their sum",
         beside=("gradient of the sum of the top-k weights, not yet summed", 12 * T * t),
     )  # fmt: skip
@@ -141,10 +131,6 @@ def _with_experts(model: ModelSpec) -> Layout:
     return with_experts(model, attention_of(model), routed)
 
 
-def _tensors(model: ModelSpec) -> Layout:
-    return alike(model, (*attention_of(model), *gated("mlp", model, model.intermediate_size), *two_norms(model)))
-
-
 _ATTENTION = Attention(f"{ERNIE}, Ernie4_5Attention.forward", rotated=_rotated)
 _LAYER = layer_of(f"{ERNIE}, Ernie4_5", LLAMA_NORM, _ATTENTION.run, gated_mlp)
 _CONFIG = ConfigKeys(
@@ -161,16 +147,16 @@ _MOE = _CONFIG._replace(
         "max_position_embeddings": 131072, "num_key_value_heads": 4, "tie_word_embeddings": True, "num_shared_experts": 2,
         "num_dense_layers": 1,
     },
-    required=(*SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    required=(*WITH_EXPERTS.required, "moe_intermediate_size"),
     keys={
         "num_experts": ("moe_num_experts", "num_experts"), "num_experts_per_tok": ("moe_k", "num_experts_per_tok"),
         "num_shared_experts": ("moe_num_shared_experts",), "num_dense_layers": ("moe_layer_start_index",),
     },
     only={"use_bias": (False,), "moe_layer_interval": (1,)},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
+    counted_as=WITH_EXPERTS.counted_as,
     read=("moe_layer_end_index",),
     harmless={
-        **ROUTER_LOSS,
+        **WITH_EXPERTS.harmless,
         "numbers in a formula, which change no tensor": ("moe_norm_min",),
         "multi-token prediction, which transformers does not build": ("num_nextn_predict_layers",),
         "read by no code of the class": ("moe_capacity", "moe_gate", "moe_use_aux_free"),
@@ -178,7 +164,7 @@ _MOE = _CONFIG._replace(
 )  # fmt: skip
 _ROUTED = ("mlp", *EXPERT_MODULES[-5:], "mlp.gate", "mlp.gate.moe_statics", *EXPERT_MODULES[2:4])
 FAMILIES = {
-    "ernie4_5": Definition(layer(_LAYER), _tensors, _CONFIG, tables=_TABLES),
+    "ernie4_5": Definition(layer(_LAYER), dense, _CONFIG, tables=_TABLES),
     "ernie4_5_moe": Definition(
         layer(_LAYER._replace(mlp=_mlp, source=f"{MODEL}, Ernie4_5_MoeDecoderLayer.forward")), _with_experts, _MOE,
         expert_modules=before_and_after(ATTENTION_MODULES, _ROUTED), tables=_TABLES,

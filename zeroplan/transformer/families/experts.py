@@ -97,7 +97,7 @@ def logits_in_32_bits(tape: Tape, flat: Value) -> Value:
     tape.add("router: cast of the weight gradient", (weight,), (), op.makes_weight_gradient(E * h), of=tape.with_weight())
     saved = op.factors(tape, (given, (given.store,)), (weight, (weight.store,)))
     made = op.run(
-        tape, (given, weight), "output of the router", Site("router", ROUTER), dtype=4, shape=T * E, saved=saved,
+        tape, (given, weight), "output of the router", ROUTER, dtype=4, shape=T * E, saved=saved,
         gradient="gradient of a factor of the router",
     )  # fmt: skip
     tape.matrix_product(made.store)
@@ -119,7 +119,7 @@ def _scores(tape: Tape, logits: Value, *, narrowed: bool) -> Value:
 def _sigmoids(tape: Tape, logits: Value) -> Value:
     """Return the sigmoids of ``logits.float()``. The router chooses experts by sigmoid plus bias."""
     wide = op.cast(tape, logits, 4, Site("router: logits", MINIMAX))
-    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: sigmoid", MINIMAX), saves_result=True)
+    scores = op.pointwise(tape, wide, "router: scores of all experts", MINIMAX, saves_result=True)
     tape.release(wide)
     tape.drop(tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, MINIMAX))
     return scores
@@ -139,14 +139,14 @@ def divided_by_their_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -
 
 def biased_router(tape: Tape, logits: Value, block: Block, source: str) -> Routing:
     """Pick experts by sigmoid plus bias, and divide the sigmoids by their sum, not in place (Hunyuan 3, LFM2-MoE)."""
-    scores = op.pointwise(tape, logits, "router: scores of all experts", Site("router: sigmoid", source), saves_result=True)
+    scores = op.pointwise(tape, logits, "router: scores of all experts", source, saves_result=True)
     biased = tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, source)
     best = tape.make(op.TEMPORARY, "router: the best of them", 4 * T * t, source)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, source)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, source)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     shares = divided_by_sum(tape, chosen, CAST_BY_CUDA if block.autocast else logits.dtype, source)
-    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", source))
+    weights = op.scaled(tape, shares, "router: weights, scaled", source)
     tape.drop(biased, best)
     tape.release(scores)
     return Routing(logits, weights, indices)
@@ -156,7 +156,7 @@ def divided_by_sum(tape: Tape, chosen: Value, dtype: Width, source: str) -> Valu
     """``weights / weights.sum()``, which saves both. It releases ``chosen``."""
     total = tape.make(op.TENSOR, "router: sum of the top-k weights", dtype * T, source)
     made = op.run(
-        tape, chosen, "router: weights, divided by their sum", Site("router: division by the sum", source), dtype=dtype,
+        tape, chosen, "router: weights, divided by their sum", source, dtype=dtype,
         saved=(total, chosen), gradient="gradient of the top-k weights",
         beside=("gradient of the sum of the top-k weights, not yet summed", 2 * dtype * T * t),
     )  # fmt: skip
@@ -190,9 +190,9 @@ WEIGHTED_LAST = ("glm4_moe", "glm4_moe_lite")
 def silu_gate(tape: Tape, both: Value) -> Value:
     """``silu(gate) * up`` of the first product's output. It releases ``both``."""
     gate, up = op.chunk(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", EXPERTS))
-    active = op.pointwise(tape, gate, "experts: silu of the gate", Site("experts: silu", EXPERTS))
+    active = op.pointwise(tape, gate, "experts: silu of the gate", EXPERTS)
     reason = "experts: gated product, input of the down projection"
-    made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
+    made = op.product(tape, active, up, reason, EXPERTS)
     tape.release(active, gate, up, both)
     return made
 
@@ -400,7 +400,7 @@ def of_adapter(
         op.makes(f"gradient of the input of {name}", source, value),
     )
     return op.run(
-        tape, value, f"{name}: output", Site(name, source), dtype=e, shape=pairs * width, saved=(value, *saved),
+        tape, value, f"{name}: output", source, dtype=e, shape=pairs * width, saved=(value, *saved),
         backward=backward, weights="trained",
     )  # fmt: skip
 
@@ -507,10 +507,9 @@ def _sent(tape: Tape, normal: Value) -> tuple[Store, Value]:
 
 def _exchanged(tape: Tape, value: Value, shape: Size, reason: str, source: str) -> Value:
     """``all_to_all_single``. Its backward is another all-to-all. torchtitan's selective recomputation keeps its output."""
-    site = Site(f"all-to-all: {reason}", source)
     sends, back = (Exchange("all_to_all", Among.EXPERTS, value.dtype * sent) for sent in (value.shape, shape))
     made = op.run(
-        tape, value, reason, site, shape=shape, gradient=f"gradient, sent back, of {reason}", sends=(sends._replace(kept=True),),
+        tape, value, reason, source, shape=shape, gradient=f"gradient, sent back, of {reason}", sends=(sends._replace(kept=True),),
         sends_back=(back,),
     )  # fmt: skip
     tape.kernel_output(made.store)
@@ -521,7 +520,7 @@ def _combined(tape: Tape, outputs: Value, weights: Value, order: Store) -> Value
     """Send the experts' outputs back, reorder and weight them, and sum over each token's experts."""
     returned = _exchanged(tape, outputs, T_own * t * h_own, "outputs that came back from the experts", COMBINE)
     unsorted = op.run(
-        tape, returned, "outputs of the experts in the order of tokens", Site("outputs in the order of tokens", COMBINE),
+        tape, returned, "outputs of the experts in the order of tokens", COMBINE,
         shape=T_own * t * h_own, saved=(order,), gradient="gradient of the outputs, sorted by expert",
     )  # fmt: skip
     weighted, name = _weighted_outputs(tape, unsorted, weights, COMBINE), "sum over a token's experts"
@@ -580,7 +579,7 @@ def _unsorted(tape: Tape, outputs: Value, ones: Store) -> Value:
         saved=(ones,), gradient="gradient of the outputs, times one",
     )  # fmt: skip
     back, inverse = _back_in_order(tape, weighted, "experts: outputs in the order in which pairs came")
-    made = op.run(tape, back, "output of this rank's experts", Site("experts: sum over one", EXPERTS), shape=P_own * h_own)
+    made = op.run(tape, back, "output of this rank's experts", EXPERTS, shape=P_own * h_own)
     tape.release(back)
     tape.drop(inverse)
     return made

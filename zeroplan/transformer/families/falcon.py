@@ -11,7 +11,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads, in_32_bits
 from zeroplan.transformer.families.decoder import LAYER_NORM, Rotated, rotated, two_layer_mlp
-from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Program
+from zeroplan.transformer.families.definition import Block, Definition, Program
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -37,7 +38,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     attended, weights = _attention(tape, normal, block)
     branch = _mlp(tape, wide, block)
     both = op.add_in_place(tape, branch, attended, "", Site("addition of the branches", LAYER))
-    made = op.add(tape, given, both, "block output", Site("residual addition", LAYER))
+    made = op.add(tape, given, both, "block output", LAYER)
     tape.release(*dict.fromkeys((normal, wide)), both, branch, attended, weights)
     tape.drop(*below)
     return made
@@ -74,8 +75,8 @@ def _parts(tape: Tape, joint: Value, *, copied: bool) -> tuple[Value, Value, Val
 
 def _picked(tape: Tape, joint: Value, name: str, shape: Size) -> Value:
     index = tape.make(op.TENSOR, f"place of the {name}, int64", 8 * _ONE, HEADS)
-    site, of = Site(f"{name}, picked", HEADS), f"gradient of the {name}, among zeros"
-    made = op.run(tape, joint, name, site, shape=shape, saved=(index,), gradient=of)
+    of = f"gradient of the {name}, among zeros"
+    made = op.run(tape, joint, name, HEADS, shape=shape, saved=(index,), gradient=of)
     tape.drop(index)
     return made
 
@@ -88,7 +89,7 @@ def _spread(tape: Tape, value: Value, name: str) -> Value:
 
 
 def _flat(tape: Tape, value: Value, name: str) -> Value:
-    return op.run(tape, value, f"{name}, copied for each query head", Site(f"{name}, flattened", HEADS), shape=T * q)
+    return op.run(tape, value, f"{name}, copied for each query head", HEADS, shape=T * q)
 
 
 def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:

@@ -9,7 +9,9 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.bamba import MIXER_DEFAULTS, MIXER_KEYS
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention
-from zeroplan.transformer.families.definition import ATTENTION_MODULES, Around, Block, ConfigKeys, Definition, Program
+from zeroplan.transformer.families.definition import Around, Block, Definition, Program
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES
 from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
@@ -28,36 +30,36 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one layer. Variables hold both branches and the attention weights until it returns."""
     normal = op.norm(tape, given, "norm before both branches", NORM, place=AT_ATTENTION_NORM)
     mixed = _scaled(tape, mixer(tape, normal, block, multiplied=True), "output of Mamba-2, scaled")
-    entry = op.multiplied(tape, normal, "input of attention, scaled", Site("input of attention, scaled", LAYER))
+    entry = op.multiplied(tape, normal, "input of attention, scaled", LAYER)
     bare, weights = _ATTENTION.run(tape, entry, block)
     tape.release(entry)
     attended = _scaled(tape, bare, "output of attention, scaled")
-    both = op.add(tape, mixed, attended, "output of both branches", Site("sum of both branches", LAYER))
+    both = op.add(tape, mixed, attended, "output of both branches", LAYER)
     tape.release(normal)
-    middle = op.add(tape, given, both, "residual stream between branches and MLP", Site("residual addition", LAYER))
+    middle = op.add(tape, given, both, "residual stream between branches and MLP", LAYER)
     tape.release(both)
     normal = op.norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     branch = _mlp(tape, normal, block)
     tape.release(normal)
-    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    made = op.add(tape, middle, branch, "block output", LAYER)
     tape.release(branch, middle, mixed, attended, weights)
     return made
 
 
 def _scaled(tape: Tape, value: Value, name: str) -> Value:
-    return op.scaled(tape, value, name, Site(name, LAYER))
+    return op.scaled(tape, value, name, LAYER)
 
 
 def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     up = op.linear(tape, normal, f, Site("up projection", MLP, Module.UP), bias=block.mlp_bias)
     bare = op.linear(tape, normal, f, Site("gate projection", MLP, Module.GATE), bias=block.mlp_bias)
-    gate = op.scaled(tape, bare, "gate, scaled", Site("gate, scaled", MLP))
+    gate = op.scaled(tape, bare, "gate, scaled", MLP)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
     tape.release(gate)
-    inner = op.product(tape, up, active, "gated product, input of the down projection", Site("gated product", MLP))
+    inner = op.product(tape, up, active, "gated product, input of the down projection", MLP)
     tape.release(active, up)
     out = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN), reads=f, bias=block.mlp_bias)
-    made = op.scaled(tape, out, "output of the MLP, scaled", Site("output of the MLP, scaled", MLP))
+    made = op.scaled(tape, out, "output of the MLP, scaled", MLP)
     tape.release(inner)
     return made
 

@@ -73,7 +73,7 @@ def _plus_bias(tape: Tape, product: Value, width: Size, site: Site) -> Value:
     """Add the bias to a product in a tensor of its own, as torchao's layer does."""
     backward = op.in_turn(op.makes_weight_gradient(width), op.same_gradient(product))
     made = op.run(
-        tape, product, f"output of the {site.name}, with its bias", Site(f"{site.name}: bias", LAYER), dtype=e,
+        tape, product, f"output of the {site.name}, with its bias", LAYER, dtype=e,
         backward=backward, weights="trained", tag=Tag(Role.OUTPUT, site.module),
     )  # fmt: skip
     tape.release(product)

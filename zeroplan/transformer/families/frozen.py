@@ -11,7 +11,8 @@ from functools import partial
 
 from zeroplan.expr import Size, ceil
 from zeroplan.ledger import Kind, Module, Role, Tag
-from zeroplan.spec.adapter import MLP, Quantize
+from zeroplan.spec.adapter import Quantize
+from zeroplan.spec.traits import MLP
 from zeroplan.transformer.blocks import At
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.definition import Training
@@ -290,7 +291,7 @@ def scales_written_out(tape: Tape, name: str, matrix: Size, quantize: Quantize, 
 
 
 def _cloned(tape: Tape, value: Value, name: str) -> Value:
-    made = op.run(tape, value, f"output of the {name}, copied", Site(f"{name}: copy", CLONE))
+    made = op.run(tape, value, f"output of the {name}, copied", CLONE)
     tape.release(value)
     return made
 

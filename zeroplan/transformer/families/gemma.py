@@ -8,23 +8,15 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import Attention, gated_mlp, layer, layer_of
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    WITH_LATE_NORMS,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Names,
-    Tables,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import Around, Block, Definition, Tables
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, WITH_LATE_NORMS, Names, gated_modules
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, norms, two_norms
+from zeroplan.transformer.params_gated import alike, dense, dense_block, head_norms
 from zeroplan.transformer.symbols import d, r, s
 
 GEMMA = "transformers 5.23, models/gemma3/modeling_gemma3.py"
@@ -43,15 +35,9 @@ _FIRST_LAYER = layer_of(f"{GEMMA}, Gemma3", NORM, _attention, gated_mlp)
 _LAYER = layer(_FIRST_LAYER._replace(before=BEFORE, after=AFTER_ATTENTION_AND_MLP))
 
 
-def _first_tensors(model: ModelSpec) -> Layout:
-    attention = attention_of(model, bias=model.attention_bias)
-    return alike(model, (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model)))
-
-
 def _tensors(model: ModelSpec) -> Layout:
-    attention, mlp = attention_of(model, bias=model.attention_bias), gated("mlp", model, model.intermediate_size)
     of_heads = head_norms(model) if model.family == "gemma3_text" else ()
-    return alike(model, (*attention, *of_heads, *mlp, *norms(model, FOUR_NORMS)))
+    return alike(model, dense_block(model, of_heads=of_heads, names=FOUR_NORMS))
 
 
 def _tables(model: ModelSpec) -> Tables:
@@ -104,7 +90,7 @@ _GEMMA_3 = ConfigKeys(
 )  # fmt: skip
 _AROUND = Around(masks=2)  # one for layers with a window, one for the others
 FAMILIES = {
-    "gemma": Definition(layer(_FIRST_LAYER), _first_tensors, _FIRST),
+    "gemma": Definition(layer(_FIRST_LAYER), dense, _FIRST),
     "gemma2": Definition(_LAYER, _tensors, _GEMMA_2, _modules(ATTENTION_MODULES), around=_AROUND),
     "gemma3_text": Definition(_LAYER, _tensors, _GEMMA_3, _modules(WITH_LATE_NORMS), tables=_tables, around=_AROUND),
 }

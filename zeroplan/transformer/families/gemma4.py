@@ -15,9 +15,11 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import gated_mlp, layer_of
-from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Program, Tables, gated_modules
+from zeroplan.transformer.families.definition import Around, Block, Definition, Program, Tables
 from zeroplan.transformer.families.experts import EXPERTS, Computing, Routing, divided_by_their_sum, picked, routed_experts
 from zeroplan.transformer.families.gemma import BEFORE, FOUR_NORMS
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import gated_modules
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.per_layer import Sources, begin, shared_keys, slice_of, store_keys, with_embedding
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP, AT_ATTENTION_NORM
@@ -111,7 +113,7 @@ def _with_experts(tape: Tape, given: Value, block: Block) -> Value:
     routing = _router(tape, flat)
     tape.release(weights)  # the router's scores take its variable
     second = _experts(tape, flat, routing.weights, block)
-    both = op.add(tape, first, second, "output of MLP and experts", Site("sum of MLP and experts", LAYER))
+    both = op.add(tape, first, second, "output of MLP and experts", LAYER)
     tape.release(dense)
     made = _added(tape, middle, both, "norm after the MLP", "block output")
     tape.drop(routing.indices)
@@ -122,7 +124,7 @@ def _with_experts(tape: Tape, given: Value, block: Block) -> Value:
 def _added(tape: Tape, given: Value, branch: Value, norm: str, reason: str) -> Value:
     normal = op.norm(tape, branch, norm, NORM)
     tape.release(branch)
-    made = op.add(tape, given, normal, reason, Site("residual addition", LAYER))
+    made = op.add(tape, given, normal, reason, LAYER)
     tape.release(normal)
     return made
 
@@ -140,7 +142,7 @@ def _gated(tape: Tape, both: Value, block: Block) -> Value:
     gate, up = op.chunk(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", EXPERTS))
     active = activated(tape, gate, block.activation, f"experts: {block.activation} of the gate", EXPERTS)
     reason = "experts: gated product, input of the down projection"
-    made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
+    made = op.product(tape, active, up, reason, EXPERTS)
     tape.release(active, gate, up, both)
     return made
 
@@ -149,7 +151,7 @@ def _router(tape: Tape, flat: Value) -> Routing:
     """Choose experts by a softmax in fp32. Each expert's weight is multiplied by a learned number."""
     bare = op.norm(tape, flat, "router: norm", _BARE)
     wide = _times_weight(tape, bare)
-    entry = op.scaled(tape, wide, "router: its input", Site("router: scale", ROUTER))
+    entry = op.scaled(tape, wide, "router: its input", ROUTER)
     logits = op.linear(tape, entry, E, Site("router", ROUTER, layer="proj"))
     reason, cast_at, at = "router: scores of all experts", Site("router: logits", ROUTER), Site("router: softmax", ROUTER)
     scores = op.softmax_in_32_bits(tape, logits, reason, cast_at, at)
@@ -158,7 +160,7 @@ def _router(tape: Tape, flat: Value) -> Routing:
     bare_weights = divided_by_their_sum(tape, chosen, 4, ROUTER)
     numbers = op.tensor(tape, "router: number of each chosen expert", r, T * t, ROUTER)
     tape.add("router: numbers", (numbers,), (indices,), op.makes_weight_gradient(E), of=tape.with_weight())
-    weights = op.product(tape, bare_weights, numbers, "router: weights", Site("router: weights", ROUTER))
+    weights = op.product(tape, bare_weights, numbers, "router: weights", ROUTER)
     tape.release(numbers, bare_weights, entry, logits)
     return Routing(scores, weights, indices)
 
@@ -169,7 +171,7 @@ def _times_weight(tape: Tape, bare: Value) -> Value:
     unsummed = "gradient of the router's scale, not yet summed", dtype * bare.shape, ROUTER
     through = op.makes("gradient of the router's normalised input", ROUTER, bare)
     made = op.run(
-        tape, bare, "router: its input, weighted", Site("router: weights of its input", ROUTER), dtype=dtype, saved=saved,
+        tape, bare, "router: its input, weighted", ROUTER, dtype=dtype, saved=saved,
         backward=op.in_turn(through, op.trains(h, unsummed=unsummed)), weights="own",
     )  # fmt: skip
     tape.release(bare)

@@ -7,11 +7,13 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, joint_mlp, layer, layer_of
-from zeroplan.transformer.families.definition import ATTENTION_MODULES, Block, ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.definition import Block, Definition, Tables
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, norms
+from zeroplan.transformer.params_gated import TWO_NORMS, alike, dense_block
 from zeroplan.transformer.params_modules import linear
 from zeroplan.transformer.symbols import T, d_4, k_4, q_4, r, s
 
@@ -61,7 +63,7 @@ def turned(
     exchanged = exchanged_pairs(tape, value, of)
     times_sin = times_table(tape, exchanged, tables[1], f"{of.name} times sin")
     tape.release(exchanged)
-    made = op.add(tape, direct, times_sin, f"{of.name}, {words}", Site(f"rotary positions of the {of.name}", source))
+    made = op.add(tape, direct, times_sin, f"{of.name}, {words}", source)
     tape.release(direct, times_sin)
     return made
 
@@ -95,11 +97,9 @@ _LAYER = layer(_GLM._replace(after=(Place(At.NORM), Place(At.NORM))))
 
 def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
-    attention = attention_of(model, bias=model.attention_bias, output_bias=False)
     mlp = (*linear("mlp.gate_up_proj", hidden, 2 * width), *linear("mlp.down_proj", width, hidden))
     after = ("post_self_attn_layernorm", "post_mlp_layernorm") if model.family == "glm4" else ()
-    names = ("input_layernorm", "post_attention_layernorm", *after)
-    return alike(model, (*attention, *mlp, *norms(model, names)))
+    return alike(model, dense_block(model, output_bias=False, mlp=mlp, names=(*TWO_NORMS, *after)))
 
 
 _TABLES = Tables(4 * r * s * d_4, "rotary cos and sin, of half of each head", ROTARY, copied=True)

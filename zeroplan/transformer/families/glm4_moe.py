@@ -12,19 +12,11 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, gated_mlp, layer, rotated
 from zeroplan.transformer.families.deepseek import CONFIG, EXPERT_MODULES, logits_of, mlp, routed_and_shared
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    HALF_TABLES,
-    SIZES,
-    WITH_LATE_NORMS,
-    Around,
-    Block,
-    Definition,
-    before_and_after,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import HALF_TABLES, Around, Block, Definition
 from zeroplan.transformer.families.experts import Routing, biased_router, routed_experts
+from zeroplan.transformer.families.keys import SIZES
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, WITH_LATE_NORMS, before_and_after, gated_modules
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, gated, head_norms, patterned, two_norms, with_experts
@@ -63,7 +55,7 @@ def _hunyuan_mlp(tape: Tape, normal: Value, block: Block) -> Value:
     shared = gated_mlp(tape, flat, block, source, width=n * m, prefix="shared experts: ")
     second = op.cast(tape, shared, 4, Site("output of the shared experts", source))
     tape.release(shared)
-    total = op.add(tape, first, second, "output of all experts, fp32", Site("sum of routed and shared experts", source))
+    total = op.add(tape, first, second, "output of all experts, fp32", source)
     tape.release(first, second)
     made = op.cast(tape, total, normal.dtype, Site("output of routed and shared experts", source))
     tape.drop(routing.indices)
@@ -105,9 +97,7 @@ def _exaone(model: ModelSpec) -> Layout:
     return patterned(model, {"local": routed, "global": routed, "dense": dense})
 
 
-_REQUIRED = (
-    *SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers",
-)  # fmt: skip
+_REQUIRED = (*SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "num_dense_layers")
 _GLM = CONFIG._replace(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
     required=_REQUIRED,

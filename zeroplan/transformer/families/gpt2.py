@@ -6,7 +6,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import LAYER_NORM, two_layer_mlp
-from zeroplan.transformer.families.definition import Around, Block, ConfigKeys, Definition, Held, Program
+from zeroplan.transformer.families.definition import Around, Block, Definition, Held, Program
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM, OF_THE_BATCH
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
@@ -22,14 +23,13 @@ _mlp = partial(two_layer_mlp, source=f"{GPT2}, GPT2MLP.forward", addmm=True, lay
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one layer. Its variables hold attention's output, and eager attention's weights, until it returns."""
-    addition = Site("residual addition", LAYER)
     normal = op.norm(tape, given, "norm before attention", LAYER_NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
-    middle = op.add(tape, attended, given, "residual stream between attention and MLP", addition)
+    middle = op.add(tape, attended, given, "residual stream between attention and MLP", LAYER)
     tape.release(normal)
     normal = op.norm(tape, middle, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
     branch = _mlp(tape, normal, block)
-    made = op.add(tape, middle, branch, "block output", addition)
+    made = op.add(tape, middle, branch, "block output", LAYER)
     tape.release(branch, normal, middle, attended, weights)
     return made
 

@@ -6,7 +6,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import LAYER_NORM, Layer, rotated, two_layer_mlp
-from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Program, Tables
+from zeroplan.transformer.families.definition import Block, Definition, Program, Tables
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -33,8 +34,8 @@ def _side_by_side(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.norm(tape, given, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
     branch = _mlp(tape, normal, block)
     tape.release(normal)
-    both = op.add(tape, branch, attended, "sum of MLP and attention", Site("addition of the branches", LAYER))
-    made = op.add(tape, both, given, "block output", Site("residual addition", LAYER))
+    both = op.add(tape, branch, attended, "sum of MLP and attention", LAYER)
+    made = op.add(tape, both, given, "block output", LAYER)
     tape.release(both, branch, attended, weights)
     return made
 

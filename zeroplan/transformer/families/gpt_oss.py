@@ -3,20 +3,10 @@
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    ROUTER_LOGITS,
-    ROUTER_LOSS,
-    SIZES,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-    Tables,
-    before_and_after,
-)
+from zeroplan.transformer.families.definition import Around, Block, Definition, Program, Tables
 from zeroplan.transformer.families.experts import Computing, picked, routed_experts
+from zeroplan.transformer.families.keys import WITH_EXPERTS
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import P_own, Site, Tape, Value
@@ -41,13 +31,13 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     with tape.owning():  # the module of its sinks
         attended, weights = _ATTENTION.run(tape, normal, block)
     tape.release(normal)
-    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", LAYER)
     tape.release(attended)
     normal = op.norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     tape.kernel_output(middle.store, normal.store, of="inputs-kept")
     branch, scores = _routed(tape, normal, block)
     tape.release(normal, weights)
-    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    made = op.add(tape, middle, branch, "block output", LAYER)
     tape.release(branch, middle, scores)
     return made
 
@@ -60,7 +50,7 @@ def _one_rotated(tape: Tape, value: Value, name: str) -> Value:
     """Apply rotary positions to each half, and join the halves head by head. Autograd saves nothing of the block."""
     dtype = op.wider(tape, value.dtype, r)
     return op.run(
-        tape, value, name, Site(f"rotary positions of the {name}", ATTENTION), dtype=dtype,
+        tape, value, name, ATTENTION, dtype=dtype,
         passing=((f"{name}: both halves turned", dtype * value.shape),), gradient=f"gradient of the {name}",
         beside=(f"gradients of the halves of the {name}", value.dtype * value.shape),
     )  # fmt: skip
@@ -78,7 +68,7 @@ def _routed(tape: Tape, normal: Value, block: Block) -> tuple[Value, Value]:
     chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
     tape.kernel_output(logits.store, chosen.store, indices, of="router-kept")
     reason = "router: softmax of the top-k logits"
-    scores = op.pointwise(tape, chosen, reason, Site("router: softmax", ROUTER), saves_result=True)
+    scores = op.pointwise(tape, chosen, reason, ROUTER, saves_result=True)
     tape.release(chosen)
     made = routed_experts(tape, normal, scores, block, _COMPUTING)
     tape.drop(indices)
@@ -91,14 +81,14 @@ def _gate(tape: Tape, both: Value) -> Value:
     gate, up = op.slices(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", GATE))
     gate_in_limits = _clamped(tape, gate, "experts: clamped gate", masks=1)
     up_in_limits = _clamped(tape, up, "experts: clamped up", masks=2)
-    steep = op.multiplied(tape, gate_in_limits, "experts: gate times alpha", Site("experts: alpha", GATE))
-    open_ = op.pointwise(tape, steep, "experts: sigmoid of the gate", Site("experts: sigmoid", GATE), saves_result=True)
+    steep = op.multiplied(tape, gate_in_limits, "experts: gate times alpha", GATE)
+    open_ = op.pointwise(tape, steep, "experts: sigmoid of the gate", GATE, saves_result=True)
     tape.release(steep)
-    glu = op.product(tape, gate_in_limits, open_, "experts: gate times its sigmoid", Site("experts: gate", GATE))
+    glu = op.product(tape, gate_in_limits, open_, "experts: gate times its sigmoid", GATE)
     tape.release(open_)
-    plus = op.plus_constant(tape, up_in_limits, "experts: clamped up and one", Site("experts: one more", GATE))
+    plus = op.plus_constant(tape, up_in_limits, "experts: clamped up and one", GATE)
     reason = "experts: gated product, input of the down projection"
-    made = op.product(tape, plus, glu, reason, Site("experts: gated product", GATE))
+    made = op.product(tape, plus, glu, reason, GATE)
     tape.release(plus, gate_in_limits, up_in_limits, glu, gate, up, both)
     return made
 
@@ -106,8 +96,7 @@ def _gate(tape: Tape, both: Value) -> Value:
 def _clamped(tape: Tape, value: Value, reason: str, *, masks: int) -> Value:
     """``clamp``. Autograd saves its input; its backward makes a boolean mask for each limit."""
     beside = ("where no limit was met", masks * value.shape)
-    site = Site(reason, GATE)
-    return op.run(tape, value, reason, site, saved=(value.store,), gradient=f"gradient through the {reason}", beside=beside)
+    return op.run(tape, value, reason, GATE, saved=(value.store,), gradient=f"gradient through the {reason}", beside=beside)
 
 
 _COMPUTING = Computing(_gate, biases=True, transposed=True)
@@ -133,19 +122,14 @@ def _tensors(model: ModelSpec) -> Layout:
     return with_experts(model, (sinks, *attention_of(model, bias=model.attention_bias)), routed)
 
 
-_CONFIG = ConfigKeys(
+_CONFIG = WITH_EXPERTS._replace(window_every=2).plus(
     defaults={
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128,
         "attention_bias": True,
     },
-    window_every=2,
     fixed={"mlp_bias": True},
-    required=(*SIZES, "num_experts", "num_experts_per_tok"),
-    keys={"num_experts": ("num_local_experts", "num_experts")},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
     harmless={
         "numbers in a formula, which change no tensor": ("swiglu_alpha", "swiglu_limit"),
-        **ROUTER_LOSS,
         "its experts have an activation of their own": ("hidden_act",),
         "another name of num_experts_per_tok": ("experts_per_token",),
     },

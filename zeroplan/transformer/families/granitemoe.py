@@ -5,18 +5,11 @@ from functools import partial
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Layer, layer
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    ROUTER_LOGITS,
-    ROUTER_LOSS,
-    SIZES,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    before_and_after,
-)
+from zeroplan.transformer.families.definition import Around, Block, Definition
 from zeroplan.transformer.families.experts import Routing, picked, routed_experts
+from zeroplan.transformer.families.keys import WITH_EXPERTS
+from zeroplan.transformer.families.llama import MULTIPLIERS
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -46,7 +39,7 @@ def _router(tape: Tape, flat: Value) -> Routing:
     tape.release(bare)
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
-    shares = op.pointwise(tape, chosen, "router: weights in fp32", Site("router: softmax", ROUTER), saves_result=True)
+    shares = op.pointwise(tape, chosen, "router: weights in fp32", ROUTER, saves_result=True)
     weights = op.cast(tape, shares, flat.dtype, Site("router: weights", ROUTER))
     tape.release(chosen, shares)
     return Routing(logits, weights, indices)
@@ -69,19 +62,7 @@ _LAYER = Layer(
     f"{GRANITE}, GraniteMoeDecoderLayer.forward",
     multiplied=True,
 )
-CONFIG = ConfigKeys(
-    defaults={"max_position_embeddings": 2048},
-    fixed={"mlp_bias": False},
-    required=(*SIZES, "num_experts", "num_experts_per_tok"),
-    keys={"num_experts": ("num_local_experts", "num_experts")},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
-    harmless={
-        **ROUTER_LOSS,
-        "numbers in a formula, which change no tensor": (
-            "attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling",
-        ),
-    },
-)  # fmt: skip
+CONFIG = WITH_EXPERTS.plus(defaults={"max_position_embeddings": 2048}, fixed={"mlp_bias": False}, harmless=MULTIPLIERS)
 MODULES = tuple(f"block_sparse_moe{name}" for name in ("", ".router", ".experts", ".experts.act_fn"))
 FAMILIES = {
     "granitemoe": Definition(

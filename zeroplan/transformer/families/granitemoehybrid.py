@@ -10,8 +10,10 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.bamba import MIXER_DEFAULTS, MIXER_KEYS
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer
-from zeroplan.transformer.families.definition import ATTENTION_MODULES, SIZES, Around, Block, Definition, Program, Tables
+from zeroplan.transformer.families.definition import Around, Block, Definition, Program, Tables
 from zeroplan.transformer.families.granitemoe import CONFIG, MODULES, moe, of_moe
+from zeroplan.transformer.families.keys import SIZES
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES
 from zeroplan.transformer.families.state_space import GRANITE, mixer, of_mixer
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -37,7 +39,7 @@ def _shared_mlp(tape: Tape, normal: Value, block: Block) -> Value:
     gate, up = op.chunk(tape, joint, (T * f, T * f), Site("gate and up", MLP))
     tape.release(joint)
     active = activated(tape, gate, block.activation, f"{block.activation} of the gate", MLP)
-    inner = op.product(tape, active, up, "gated product, input of the down projection", Site("gated product", MLP))
+    inner = op.product(tape, active, up, "gated product, input of the down projection", MLP)
     tape.release(active)
     made = op.linear(tape, inner, h, Site("down projection", MLP, Module.DOWN, layer="output_linear"), reads=f)
     tape.release(inner, gate, up)
@@ -50,7 +52,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value | Attended:
         return _shared_mlp(tape, normal, block)
     routed = moe(tape, normal, block)
     shared = _shared_mlp(tape, normal, block)
-    made = op.add(tape, routed, shared, "output of experts and shared MLP", Site("sum of experts and shared MLP", LAYER))
+    made = op.add(tape, routed, shared, "output of experts and shared MLP", LAYER)
     tape.release(shared)
     return Attended(made, routed)
 
@@ -72,16 +74,15 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 _CONFIG = CONFIG._replace(
-    defaults={**CONFIG.defaults, **MIXER_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2},
-    required=(*SIZES, "moe_intermediate_size"),
+    required=(*SIZES, "moe_intermediate_size"), read=("layers_block_type", "mamba_expand"),
+).plus(
+    defaults={**MIXER_DEFAULTS, "num_experts": 8, "num_experts_per_tok": 2},
     keys={
-        **CONFIG.keys, **MIXER_KEYS, "layer_pattern": ("layer_types", "layers_block_type"),
+        **MIXER_KEYS, "layer_pattern": ("layer_types", "layers_block_type"),
         "intermediate_size": ("shared_intermediate_size",), "moe_intermediate_size": ("intermediate_size",),
     },
     only={"mamba_conv_bias": (True,), "mamba_proj_bias": (False,), "position_embedding_type": (None, "nope", "rope")},
-    read=("layers_block_type", "mamba_expand"),
     harmless={
-        **CONFIG.harmless,
         "limits and initial values, which change no tensor": (
             "time_step_limit", "time_step_min", "time_step_max", "time_step_floor", "init_method",
         ),

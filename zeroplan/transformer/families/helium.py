@@ -3,12 +3,13 @@
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp, layer, layer_of
-from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Tables
+from zeroplan.transformer.families.definition import Block, Definition, Tables
 from zeroplan.transformer.families.glm4 import Half, turned
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, two_norms
+from zeroplan.transformer.params_gated import alike, dense_block
 from zeroplan.transformer.symbols import d, k_2, q_2, r, s
 
 HELIUM = "transformers 5.23, models/helium/modeling_helium.py"
@@ -30,9 +31,7 @@ _LAYER = layer(layer_of(f"{HELIUM}, Helium", _NORM, _ATTENTION.run, gated_mlp))
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    attention = attention_of(model, bias=model.attention_bias, output_bias=False)
-    mlp = gated("mlp", model, model.intermediate_size, bias=model.mlp_bias)
-    return alike(model, (*attention, *mlp, *two_norms(model)))
+    return alike(model, dense_block(model, output_bias=False))
 
 
 _CONFIG = ConfigKeys(defaults={"max_position_embeddings": 4096, "num_key_value_heads": 20, "head_dim": 128})

@@ -3,9 +3,11 @@
 from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, gated_mlp, layer
-from zeroplan.transformer.families.definition import ROUTER_LOGITS, SIZES, Block, Definition, before_and_after, gated_modules
+from zeroplan.transformer.families.definition import Block, Definition
 from zeroplan.transformer.families.experts import routed_experts, router
+from zeroplan.transformer.families.keys import WITH_EXPERTS
 from zeroplan.transformer.families.llama import HUNYUAN, NORMS_AT_THE_END, NORMS_LAST
+from zeroplan.transformer.families.module_names import before_and_after, gated_modules
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params_gated import attention_of, fused_experts, gated, head_norms, with_experts
@@ -22,7 +24,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     routing = router(tape, flat, narrowed=True)
     routed = routed_experts(tape, flat, routing.weights, block)
     tape.release(flat)
-    made = op.add(tape, routed, shared, "output of experts and shared MLP", Site("sum of experts and shared MLP", MOE))
+    made = op.add(tape, routed, shared, "output of experts and shared MLP", MOE)
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)
     return made
@@ -37,16 +39,12 @@ def _tensors(model: ModelSpec) -> Layout:
     return with_experts(model, (*attention, *head_norms(model, ("query_layernorm", "key_layernorm"))), routed)
 
 
-_CONFIG = HUNYUAN._replace(
-    required=(*SIZES, "num_experts", "num_experts_per_tok"),
+_CONFIG = HUNYUAN._replace(required=WITH_EXPERTS.required, counted_as=WITH_EXPERTS.counted_as).plus(
     keys={
-        **HUNYUAN.keys, "num_experts": ("num_experts", "num_local_experts"),
-        "num_experts_per_tok": ("moe_topk", "num_experts_per_tok"),
+        "num_experts": ("num_experts", "num_local_experts"), "num_experts_per_tok": ("moe_topk", "num_experts_per_tok"),
     },
-    only={**HUNYUAN.only, "moe_layer_num_skipped": (0,), "use_mixed_mlp_moe": (True,)},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
+    only={"moe_layer_num_skipped": (0,), "use_mixed_mlp_moe": (True,)},
     harmless={
-        **HUNYUAN.harmless,
         "read by no code of the class": (
             "num_shared_expert", "moe_intermediate_size", "norm_topk_prob", "routed_scaling_factor", "moe_drop_tokens",
             "moe_random_routing_dropped_token", "capacity_factor", "group_limited_greedy", "n_group", "topk_group",

@@ -128,15 +128,13 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     filled = list[Value]()
     for value, name in zip(wide, names, strict=True):
         reason, shape = f"{name}, filled up to whole chunks", FILLED * A if name == "beta" else ROWS
-        longer = op.run(tape, value, reason, Site(f"{name}, filled up", RULE), shape=shape, gradient=f"gradient of the {name}")
+        longer = op.run(tape, value, reason, RULE, shape=shape, gradient=f"gradient of the {name}")
         tape.release(value)
-        filled.append(
-            op.scaled(tape, longer, "queries, scaled", Site("queries, scaled", RULE)) if name == "queries" else longer
-        )
+        filled.append(op.scaled(tape, longer, "queries, scaled", RULE) if name == "queries" else longer)
     query, key, value, beta, bare = filled
     learnt, learning = _times(tape, value, beta, "values times beta"), _times(tape, key, beta, "keys times beta")
     decay = op.run(
-        tape, bare, "decay, summed up within chunks", Site("decay, summed up", RULE), gradient="gradient of the decay",
+        tape, bare, "decay, summed up within chunks", RULE, gradient="gradient of the decay",
         beside=("decay's gradient, turned round and summed up", 8 * ROWS),
     )  # fmt: skip
     tape.release(bare)
@@ -145,9 +143,9 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
 
 def _by_head(tape: Tape, value: Value, name: str, *, copied: bool) -> Value:
     """``transpose(1, 2).contiguous().to(torch.float32)``."""
-    site, ordered = Site(f"{name}, head by head", RULE), value
+    ordered = value
     if copied:
-        ordered = op.run(tape, value, f"{name}, head by head", site)
+        ordered = op.run(tape, value, f"{name}, head by head", RULE)
     else:
         tape.hold(value.store)
     made = op.cast(tape, ordered, 4, Site(f"{name} of linear attention", RULE))
@@ -167,11 +165,11 @@ def _inside_chunks(tape: Tape, ready: _Ready) -> _Inside:
     decays = pairwise(tape, ready.decay, masks[1], VECTORS, RULE)
     pair = ready.learning, ready.key
     bare = _scores(tape, pair, decays, "triangular system of a chunk", (VECTORS, PAIRS), masks[0])
-    system, last = _solved(tape, op.scaled(tape, bare, "triangular system, negative", Site("triangular system: sign", RULE)))
+    system, last = _solved(tape, op.scaled(tape, bare, "triangular system, negative", RULE))
     values = op.matmul(tape, system, ready.learnt, ("new values", ROWS), Site("new values", RULE))
     tape.release(ready.value)
     growth = op.exponential(tape, ready.decay, "decay since a chunk's beginning", RULE)
-    keys = op.product(tape, ready.learning, growth, "keys times beta, decayed", Site("decay of the keys", RULE))
+    keys = op.product(tape, ready.learning, growth, "keys times beta, decayed", RULE)
     tape.release(growth)
     reading = op.matmul(tape, system, keys, ("keys that read the state", ROWS), Site("keys that read the state", RULE))
     tape.release(keys)
@@ -189,13 +187,12 @@ def _scores(
     vectors, pairs = shapes
     bare = _outer(tape, *pair, f"{reason}, not decayed", vectors)
     own = decays if times is None else part(tape, decays, CHUNK_VECTORS, times)
-    whole = op.product(tape, bare, own, f"{reason}, not summed", Site(f"decay of the {reason}", RULE))
+    whole = op.product(tape, bare, own, f"{reason}, not summed", RULE)
     tape.release(bare, *(() if times is None else (own,)))
     summed = op.tensor(tape, f"{reason}, summed", 4, pairs, RULE)
     tape.add(f"sum of the {reason}", (summed,), (), op.same_gradient(whole), of=(whole,))
     tape.release(whole)
-    site = Site(f"mask of the {reason}", RULE)
-    made = op.run(tape, summed, reason, site, saved=(mask,), gradient=f"gradient of the {reason}, masked")
+    made = op.run(tape, summed, reason, RULE, saved=(mask,), gradient=f"gradient of the {reason}, masked")
     tape.release(summed)
     return made
 
@@ -232,7 +229,7 @@ def _solved(tape: Tape, system: Value) -> tuple[Value, Store]:
     beside = ("gradients of the last row, and of the rows above", 4 * (2 * _LAST_ROW - CHUNK**2) * b * A * CHUNKS)
     backward = op.makes("gradient of the triangular system", RULE, system, beside=beside)
     tape.add("triangular system: rows", (solved,), (rows, last), backward, of=(system,))
-    made = op.run(tape, solved, "triangular system of a chunk, solved", Site("triangular system: ones", RULE))
+    made = op.run(tape, solved, "triangular system of a chunk, solved", RULE)
     tape.release(solved, system)
     tape.drop(rows)
     return made, last
@@ -352,7 +349,7 @@ def _site(name: str) -> Site:
 def _cut(tape: Tape, core: Value) -> Value:
     """Return the output in the order of tokens, without padding, and cast. It releases ``core``."""
     whole = op.run(
-        tape, core, "output of linear attention, in order", Site("output in order", RULE), shape=T * A * D,
+        tape, core, "output of linear attention, in order", RULE, shape=T * A * D,
         gradient="gradient of the output, filled up",
     )  # fmt: skip
     tape.release(core)

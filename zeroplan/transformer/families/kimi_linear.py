@@ -19,11 +19,13 @@ from zeroplan.transformer.families.deepseek import (
     queries_of,
     routed_and_shared,
 )
-from zeroplan.transformer.families.definition import SIZES, Block, Definition, gated_modules
+from zeroplan.transformer.families.definition import Block, Definition
 from zeroplan.transformer.families.delta_rule import Given
+from zeroplan.transformer.families.keys import SIZES
 from zeroplan.transformer.families.kimi_delta import kimi_delta_rule
 from zeroplan.transformer.families.kimi_kernels import kimi_delta_rule as kimi_delta_rule_of_fla
 from zeroplan.transformer.families.linear_kernels import convolution
+from zeroplan.transformer.families.module_names import gated_modules
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
@@ -55,7 +57,7 @@ def _delta_attention(tape: Tape, normal: Value, block: Block) -> Value:
     query, key, value = op.chunk(tape, mixed, (ROWS,) * 3, Site("parts q, k and v", DELTA))
     decay = _decay(tape, given)
     bare = op.linear(tape, given, A, Site("projection to beta", DELTA, layer="b_proj"))
-    beta = op.pointwise(tape, bare, "beta", Site("beta: sigmoid", DELTA), saves_result=True)
+    beta = op.pointwise(tape, bare, "beta", DELTA, saves_result=True)
     tape.release(bare)
     inputs = Given(query, key, value, beta, decay)
     made = kimi_delta_rule_of_fla(tape, inputs) if block.by_kernels else kimi_delta_rule(tape, inputs, block)
@@ -74,13 +76,7 @@ def _mixed(tape: Tape, given: Value, block: Block) -> Value:
         op.linear(tape, given, INNER, Site(f"{name} projection of linear attention", DELTA, layer=f"{name}_proj"))
         for name in "qkv"
     )
-    joined = op.joined(
-        tape,
-        parts,
-        "queries, keys and values, joined",
-        T * (INNER + INNER + INNER),
-        Site("joined queries, keys and values", DELTA),
-    )
+    joined = op.joined(tape, parts, "queries, keys and values, joined", T * (INNER + INNER + INNER), DELTA)
     tape.release(*parts)
     made = _convolved(tape, joined, block)
     (cut,) = op.slices(tape, made, (made.shape,), Site("silu of the convolution, cut", DELTA))
@@ -95,7 +91,7 @@ def _convolved(tape: Tape, joined: Value, block: Block) -> Value:
         made = convolution(tape, joined, width, l, site, in_order=False)
     else:
         bare = op.convolution(tape, joined, width, l, site)
-        made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", DELTA))
+        made = op.pointwise(tape, bare, "silu of the convolution", DELTA)
         tape.release(bare)
     tape.release(joined)
     return made
@@ -107,14 +103,13 @@ def _decay(tape: Tape, given: Value) -> Value:
     bare = op.linear(tape, narrow, INNER, Site("second projection to the decay", GATE, layer="f_b_proj"), reads=D)
     tape.release(narrow)
     wide = op.cast(tape, bare, 4, Site("decay", GATE))
-    raised = op.plus_bias(tape, wide, INNER, "decay and its bias", Site("decay: bias", GATE), dtype=4)
+    raised = op.plus_bias(tape, wide, INNER, "decay and its bias", GATE, dtype=4)
     tape.release(wide)
     soft = _softplus(tape, raised)
     rates = tape.make(op.TENSOR, "rates of decay, and the negative", 8 * A, GATE)
     unsummed = "gradient of the rates of decay, not yet summed", 4 * ROWS, GATE
     backward = op.in_turn(op.trains(A, beside=unsummed), op.makes("gradient of the softplus", GATE, soft))
-    site = Site("decay: rates", GATE)
-    made = op.run(tape, soft, "logarithm of the decay", site, saved=(soft.store, rates), backward=backward, weights="own")
+    made = op.run(tape, soft, "logarithm of the decay", GATE, saved=(soft.store, rates), backward=backward, weights="own")
     tape.drop(rates)
     tape.release(soft, raised, bare)
     return made
@@ -123,13 +118,13 @@ def _decay(tape: Tape, given: Value) -> Value:
 def _softplus(tape: Tape, value: Value) -> Value:
     """``where(x > 20, x, log(1 + exp(x)))``."""
     large = tape.make(op.TENSOR, "where the decay is large, booleans", ROWS, GATE)
-    grown = op.pointwise(tape, value, "exponential of the decay", Site("decay: exponential", GATE), saves_result=True)
-    raised = op.plus_constant(tape, grown, "exponential of the decay, plus one", Site("decay: plus one", GATE))
+    grown = op.pointwise(tape, value, "exponential of the decay", GATE, saves_result=True)
+    raised = op.plus_constant(tape, grown, "exponential of the decay, plus one", GATE)
     tape.release(grown)
-    small = op.pointwise(tape, raised, "logarithm of that", Site("decay: logarithm", GATE))
+    small = op.pointwise(tape, raised, "logarithm of that", GATE)
     tape.release(raised)
     made = op.run(
-        tape, (value, small), "softplus of the decay", Site("decay: softplus", GATE), saved=(large,),
+        tape, (value, small), "softplus of the decay", GATE, saved=(large,),
         gradient="gradient of one side of the softplus",
     )  # fmt: skip
     tape.release(small)
@@ -143,8 +138,8 @@ def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     normal = op.norm(tape, wide, "norm of linear attention", GATED_NORM, weight=D, rows=T * A)
     tape.release(wide)
     wide = op.cast(tape, gate, 4, Site("gate of linear attention", DELTA))
-    opened = op.pointwise(tape, wide, "sigmoid of the gate", Site("gate: sigmoid", DELTA), saves_result=True)
-    made = op.product(tape, normal, opened, "norm of linear attention times its gate", Site("gating of the norm", DELTA))
+    opened = op.pointwise(tape, wide, "sigmoid of the gate", DELTA, saves_result=True)
+    made = op.product(tape, normal, opened, "norm of linear attention times its gate", DELTA)
     tape.release(normal, wide, opened)
     narrow = op.cast(tape, made, e, Site("gated output of linear attention", DELTA))
     tape.release(made)

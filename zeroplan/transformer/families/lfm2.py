@@ -9,8 +9,10 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Layer, gated_mlp, layer
-from zeroplan.transformer.families.definition import ROUTER_LOGITS, SIZES, Block, ConfigKeys, Definition, Names
+from zeroplan.transformer.families.definition import Block, Definition
 from zeroplan.transformer.families.experts import biased_router, routed_experts
+from zeroplan.transformer.families.keys import WITH_EXPERTS, ConfigKeys
+from zeroplan.transformer.families.module_names import Names
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
 from zeroplan.transformer.params_gated import attention_of, fused_experts, head_norms, norms, patterned
@@ -33,11 +35,11 @@ def _short_convolution(tape: Tape, normal: Value, block: Block) -> Value:
     given = op.without_padding(tape, normal, SHORT, padded=block.padded)
     joint = op.linear(tape, given, 3 * h, Site("joint projection of both gates and x", SHORT, layer="in_proj"))
     before, after, value = op.chunk(tape, joint, (T * h, T * h, T * h), Site("both gates and x", SHORT))
-    entry = op.product(tape, before, value, "gated x, input of the convolution", Site("gate before the convolution", SHORT))
+    entry = op.product(tape, before, value, "gated x, input of the convolution", SHORT)
     tape.release(given)
     short = op.convolution(tape, entry, h, NOTHING + _TAPS, Site("convolution", SHORT))
     tape.release(entry)
-    inner = op.product(tape, after, short, "convolution times its gate", Site("gate after the convolution", SHORT))
+    inner = op.product(tape, after, short, "convolution times its gate", SHORT)
     made = op.linear(tape, inner, h, Site("output projection", SHORT, layer="out_proj"))
     tape.release(inner, joint, before, after, value, short)
     return made
@@ -99,14 +101,13 @@ _CONFIG = ConfigKeys(
             "use_pos_enc"),
     },
 )  # fmt: skip
-_WITH_EXPERTS = _CONFIG._replace(
-    required=(*SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "layer_pattern"),
+_ROUTED = _CONFIG._replace(
+    required=(*WITH_EXPERTS.required, "moe_intermediate_size", "layer_pattern"),
     only={"conv_L_cache": (_TAPS,), "conv_bias": (False,), "use_expert_bias": (True,), "norm_topk_prob": (True,)},
     not_null=(),
-    counted_as={"output_router_logits": ROUTER_LOGITS},
+    counted_as=WITH_EXPERTS.counted_as,
     read=("num_dense_layers",),
-    harmless={**_CONFIG.harmless, "a number in a formula": ("routed_scaling_factor",)},
-)
+).plus(harmless={"a number in a formula": ("routed_scaling_factor",)})
 _MIXERS: Names = (
     "operator_norm", "conv", "conv.in_proj", "conv.out_proj", "self_attn", "self_attn.q_proj", "self_attn.q_layernorm",
     "self_attn.k_proj", "self_attn.k_layernorm", "self_attn.v_proj", "self_attn.out_proj", "ffn_norm", "feed_forward",
@@ -115,6 +116,6 @@ _DENSE = (*_MIXERS, "feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
 FAMILIES = {
     "lfm2": Definition(_PROGRAM, _tensors, _CONFIG, _DENSE),
     "lfm2_moe": Definition(
-        _PROGRAM, _tensors, _WITH_EXPERTS, _DENSE, (*_MIXERS, "feed_forward.gate", "feed_forward.experts")
+        _PROGRAM, _tensors, _ROUTED, _DENSE, (*_MIXERS, "feed_forward.gate", "feed_forward.experts")
     ),
 }  # fmt: skip

@@ -13,20 +13,10 @@ from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import gated_mlp
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    ROUTER_LOGITS,
-    SIZES,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Names,
-    Program,
-    Tables,
-    before_and_after,
-)
+from zeroplan.transformer.families.definition import Around, Block, Definition, Program, Tables
 from zeroplan.transformer.families.experts import picked
+from zeroplan.transformer.families.keys import WITH_EXPERTS
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, Names, before_and_after
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import CAST_BY_CUDA, Arriving, Site, Store, Tape, Value
@@ -51,14 +41,14 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one layer. One variable holds the attention weights, and then the router's logits."""
     normal = op.norm(tape, given, "norm before attention", NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
-    middle = op.add(tape, given, attended, "residual stream between attention and MLP", Site("residual addition", LAYER))
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", LAYER)
     tape.release(normal)
     normal = op.norm(tape, middle, "norm before the MLP", NORM, place=AT_MLP_NORM)
     branch, beside = _moe(tape, normal, block) if block.routed else (gated_mlp(tape, normal, block, MLP), weights)
     if block.routed:
         tape.release(weights)
     tape.release(normal)
-    made = op.add(tape, middle, branch, "block output", Site("residual addition", LAYER))
+    made = op.add(tape, middle, branch, "block output", LAYER)
     tape.release(attended, middle, branch, beside)
     return made
 
@@ -90,9 +80,7 @@ def _turned(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
     bare = query, key
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for one, name in ((query, "queries"), (key, "keys"))]
     turned = [
-        op.run(
-            tape, one, f"{name}, turned", Site(f"rotary positions of the {name}", ROTARY), gradient=f"gradient of the {name}"
-        )
+        op.run(tape, one, f"{name}, turned", ROTARY, gradient=f"gradient of the {name}")
         for one, name in zip(wide, ("queries", "keys"), strict=True)
     ]
     made = [
@@ -148,11 +136,11 @@ def _router(tape: Tape, flat: Value) -> tuple[Value, Value]:
     indices = tape.make(op.TENSOR, "router: top-k indices, int64", 8 * T * t, ROUTER)
     chosen = picked(tape, logits, ("router: top-k logits", T * t), indices, ROUTER)
     sparse = op.run(
-        tape, chosen, "router: logits of the chosen experts, -inf for others", Site("router: scatter", ROUTER), shape=T * E,
+        tape, chosen, "router: logits of the chosen experts, -inf for others", ROUTER, shape=T * E,
         saved=(indices,), gradient="gradient of the top-k logits",
     )  # fmt: skip
     wide = op.cast(tape, sparse, 4, Site("router: chosen logits", ROUTER))
-    bent = op.pointwise(tape, wide, "router: scores of all experts", Site("router: sigmoid", ROUTER), saves_result=True)
+    bent = op.pointwise(tape, wide, "router: scores of all experts", ROUTER, saves_result=True)
     tape.release(wide)
     scores = op.cast(tape, bent, e, Site("router: scores", ROUTER))
     tape.release(bent, sparse, chosen)
@@ -190,7 +178,7 @@ def _experts(tape: Tape, entry: Value, block: Block) -> Value:
     gate, up = op.chunk(tape, both, (T * E * m, T * E * m), Site("experts: gates and ups", EXPERTS))
     active = activated(tape, gate, block.activation, "experts: silu of the gate", EXPERTS)
     reason = "experts: gated product, input of the down projection"
-    inner = op.product(tape, up, active, reason, Site("experts: gated product", EXPERTS))
+    inner = op.product(tape, up, active, reason, EXPERTS)
     tape.release(active)
     made = op.batched_linear(tape, inner, h, Site("experts: down projection", EXPERTS), reads=m, copies=E)
     tape.release(inner, gate, up, both)
@@ -221,21 +209,21 @@ def _of_experts(model: ModelSpec) -> Parameters:
     )
 
 
-_CONFIG = ConfigKeys(
+_CONFIG = WITH_EXPERTS._replace(
+    required=(*WITH_EXPERTS.required, "moe_intermediate_size"),
+    read=("moe_layers", "interleave_moe_layer_step", "no_rope_layers", "use_qk_norm"),
+).plus(
     defaults={
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 8192, "use_qk_norm": True,
     },
     fixed={"mlp_bias": False},
-    required=(*SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     keys={
         "intermediate_size": ("intermediate_size_mlp",), "moe_intermediate_size": ("intermediate_size",),
-        "num_experts": ("num_local_experts", "num_experts"), "sliding_window": ("attention_chunk_size",),
+        "sliding_window": ("attention_chunk_size",),
     },
     only={"attn_temperature_tuning": (True,), "no_rope_layer_interval": (4,)},
-    counted_as={"output_router_logits": ROUTER_LOGITS, "router_jitter_noise": (0.0, "the class reads no noise")},
-    read=("moe_layers", "interleave_moe_layer_step", "no_rope_layers", "use_qk_norm"),
+    counted_as={"router_jitter_noise": (0.0, "the class reads no noise")},
     harmless={
-        "the loss of the router, which output_router_logits switches on": ("router_aux_loss_coef",),
         "numbers in a formula, which change no tensor": ("floor_scale", "attn_scale"),
         "for other programs": ("for_llm_compressor",),
     },

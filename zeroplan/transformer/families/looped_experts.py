@@ -51,14 +51,7 @@ def _router(tape: Tape, flat: Value, training: Training) -> Value:
 
 def _weights(tape: Tape, logits: Value, flat: Value) -> tuple[Value, Store]:
     """Return the routing weights in the dtype of the hidden states, and the experts of each token."""
-    scores = op.run(
-        tape,
-        logits,
-        "router: scores of all experts",
-        Site("router: softmax", MIXTRAL),
-        dtype=4,
-        gradient="gradient of the logits",
-    )
+    scores = op.run(tape, logits, "router: scores of all experts", MIXTRAL, dtype=4, gradient="gradient of the logits")
     indices = tape.make(TENSOR, "router: top-k indices, int64", 8 * T * t, MIXTRAL)
     chosen = picked(tape, scores, ("router: top-k weights", T * t), indices, MIXTRAL)
     tape.release(scores)
@@ -77,10 +70,10 @@ def _expert(
     given = picked(tape, flat, (f"{name}: its tokens' hidden states", N * h), rows, MIXTRAL)
     tape.release(*held[:1])
     gate = _layer(tape, given, m, h, f"w1 of {name}", training)
-    active = op.pointwise(tape, gate, f"{name}: silu of w1", Site(f"{name}: silu", MIXTRAL))
+    active = op.pointwise(tape, gate, f"{name}: silu of w1", MIXTRAL)
     tape.release(gate)
     up = _layer(tape, given, m, h, f"w3 of {name}", training)
-    inner = op.product(tape, active, up, f"{name}: gated product", Site(f"{name}: gated product", MIXTRAL))
+    inner = op.product(tape, active, up, f"{name}: gated product", MIXTRAL)
     tape.release(active, up)
     made = _layer(tape, inner, h, m, f"w2 of {name}", training)
     tape.release(inner)

@@ -92,9 +92,7 @@ def _one_by_one(
         tape.release(part)
         made.append(_product(tape, first, stacks[1], (rows * width, z * width), f"{inner}, B"))
         tape.release(first)
-    joined = op.joined(
-        tape, tuple(made), f"output of the {name}'s adapters, joined", tape.rows * width, Site(f"{name}: joined", MANY)
-    )
+    joined = op.joined(tape, tuple(made), f"output of the {name}'s adapters, joined", tape.rows * width, MANY)
     tape.release(*made)
     return joined, stacks
 
@@ -124,7 +122,7 @@ def _product(tape: Tape, given: Value, stack: Value, sizes: tuple[Size, Size], n
         op.makes(f"{name}: gradient of the matrix", MANY, matrix), op.makes(f"gradient through the {name}", MANY, given)
     )
     made = op.run(
-        tape, given, f"{name}: output", Site(name, MANY), dtype=e, shape=sizes[0], saved=kept, backward=backward,
+        tape, given, f"{name}: output", MANY, dtype=e, shape=sizes[0], saved=kept, backward=backward,
         weights="trained",
     )  # fmt: skip
     tape.release(matrix)

@@ -125,7 +125,7 @@ def written_out(tape: Tape, name: str, matrix: Size) -> Value:
 def change_of_router(tape: Tape) -> Value:
     """Return the scaled product of the matrices of the router's adapter."""
     product = _product(tape)
-    scaled = op.scaled(tape, product, "router's adapter, scaled", Site("router's adapter: scale", OF_A_MATRIX))
+    scaled = op.scaled(tape, product, "router's adapter, scaled", OF_A_MATRIX)
     change = op.cast(tape, scaled, e, Site("router's adapter", OF_A_MATRIX))
     tape.release(scaled)
     tape.drop(tape.make(TEMPORARY, "router with its adapter, to check its shape", e * E * h, CHECKED))

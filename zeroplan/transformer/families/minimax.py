@@ -13,18 +13,11 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import LLAMA_NORM
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    ROUTER_LOGITS,
-    ROUTER_LOSS,
-    SIZES,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-)
+from zeroplan.transformer.families.definition import Block, Definition, Program
+from zeroplan.transformer.families.keys import JITTER, WITH_EXPERTS
 from zeroplan.transformer.families.llama import attention
 from zeroplan.transformer.families.mixtral import mlp
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Arriving, Site, Store, Tape, Value, Width
 from zeroplan.transformer.parameters import Layout
@@ -61,10 +54,10 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
 def _summed(tape: Tape, residual: Value, branch: Value, reason: str) -> Value:
     """``residual * alpha + branch * beta``."""
     first, second = (
-        op.multiplied(tape, one, f"{name} times its factor", Site(f"{name} times its factor", LAYER))
+        op.multiplied(tape, one, f"{name} times its factor", LAYER)
         for one, name in ((residual, "residual stream"), (branch, "branch"))
     )
-    made = op.add(tape, first, second, reason, Site("residual addition", LAYER))
+    made = op.add(tape, first, second, reason, LAYER)
     tape.release(first, second)
     return made
 
@@ -76,26 +69,25 @@ def _lightning(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run ``MiniMaxLightningAttention``. It returns the last state as well, with what autograd saved for it."""
     inner = A * D
     joint = op.linear(tape, normal, inner + inner + inner, Site("joint projection of q, k and v", LIGHTNING, layer="qkv_proj"))
-    active = op.pointwise(tape, joint, "silu of q, k and v", Site("q, k and v: silu", LIGHTNING))
+    active = op.pointwise(tape, joint, "silu of q, k and v", LIGHTNING)
     tape.release(joint)
     given = op.without_padding(tape, active, LIGHTNING, padded=block.padded)
     tape.release(active)
     parts = op.chunk(tape, given, (ROWS,) * 3, Site("queries, keys and values", LIGHTNING))
     tape.split_by_batch(given.store)  # products read a single sequence's, and copies of several
     done, outputs = _loop(tape, parts, several=block.chunks == "several")
-    site = Site("output of all chunks", LIGHTNING)
-    joined = op.joined(tape, outputs, "output of lightning attention", ROWS, site)
+    joined = op.joined(tape, outputs, "output of lightning attention", ROWS, LIGHTNING)
     tape.release(*outputs)
     tape.drop(*done.others)
-    context = op.run(tape, joined, "output of lightning attention, in order", Site("output in order", LIGHTNING))
+    context = op.run(tape, joined, "output of lightning attention, in order", LIGHTNING)
     tape.release(joined)
     bare = op.norm(tape, context, "norm of lightning attention", LLAMA_NORM, weight=inner)
     tape.release(context)
     gate = op.linear(tape, normal, inner, Site("gate of the output", LIGHTNING, layer="output_gate"))
-    opened = op.pointwise(tape, gate, "sigmoid of the gate", Site("gate: sigmoid", LIGHTNING), saves_result=True)
+    opened = op.pointwise(tape, gate, "sigmoid of the gate", LIGHTNING, saves_result=True)
     tape.release(gate)
     reason = "gated attention, input of the output projection"
-    gated = op.product(tape, opened, bare, reason, Site("gating of attention", LIGHTNING))
+    gated = op.product(tape, opened, bare, reason, LIGHTNING)
     tape.release(opened, bare)
     made = op.linear(tape, gated, h, Site("output projection", LIGHTNING, layer="out_proj"), reads=inner)
     tape.release(gated, given, *parts, *done.variables)
@@ -154,7 +146,7 @@ def _iteration(
     reading = _decayed(tape, query, "queries of a chunk, decayed", rows)
     before = _product(tape, (reading, done.state), ("attention to chunks before", rows), copied=(True, False))
     tape.release(reading, earlier[2])
-    output = op.add(tape, before, within, "output of a chunk", Site("sum of a chunk's output", LIGHTNING))
+    output = op.add(tape, before, within, "output of a chunk", LIGHTNING)
     state = done.state
     if is_last:
         key, value, state = (_unfollowed(tape, one) for one in (key, value, state))
@@ -197,7 +189,7 @@ def _unfollowed(tape: Tape, value: Value) -> Value:
 def _decayed(tape: Tape, value: Value, reason: str, shape: Size) -> Value:
     """Multiply by a buffer. Autograd saves no more than the buffer."""
     return op.run(
-        tape, value, reason, Site(f"decay: {reason}", LIGHTNING), dtype=op.wider(tape, value.dtype, _wide(tape)), shape=shape,
+        tape, value, reason, LIGHTNING, dtype=op.wider(tape, value.dtype, _wide(tape)), shape=shape,
         gradient=f"gradient of a factor of the {reason}", widened=True,
     )  # fmt: skip
 
@@ -218,7 +210,7 @@ def _product(tape: Tape, pair: tuple[Value, Value], made_as: tuple[str, Size], *
             copies.append(tape.make(op.TENSOR, name, one.dtype * one.shape * SEQUENCES, LIGHTNING))
             saved[-1] = one, (one.store, copies[-1])
     made = op.run(
-        tape, (first, second), reason, Site(f"product of the {reason}", LIGHTNING), dtype=dtype, shape=shape,
+        tape, (first, second), reason, LIGHTNING, dtype=dtype, shape=shape,
         saved=op.factors(tape, *saved), gradient=f"gradient of a factor of the {reason}",
     )  # fmt: skip
     tape.drop(*copies)
@@ -280,23 +272,18 @@ def _tensors(model: ModelSpec) -> Layout:
 
 
 _FACTORS = tuple(f"{part}_{name}_factor" for part in ("full_attn", "linear_attn", "mlp") for name in ("alpha", "beta"))
-_CONFIG = ConfigKeys(
+_CONFIG = WITH_EXPERTS._replace(required=(*WITH_EXPERTS.required, "head_dim", "layer_pattern")).plus(
     defaults={
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "linear_conv_kernel_dim": 1, "linear_chunk_size": 256,
     },
     fixed={"attention_bias": False, "mlp_bias": False},
-    required=(*SIZES, "num_experts", "num_experts_per_tok", "head_dim", "layer_pattern"),
     keys={
-        "num_experts": ("num_local_experts", "num_experts"), "layer_pattern": ("layer_types",),
+        "layer_pattern": ("layer_types",),
         "linear_num_key_heads": ("num_attention_heads",), "linear_num_value_heads": ("num_attention_heads",),
         "linear_key_head_dim": ("head_dim",), "linear_value_head_dim": ("head_dim",), "linear_chunk_size": ("block_size",),
     },
-    counted_as={
-        "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
-        "output_router_logits": ROUTER_LOGITS,
-    },
+    counted_as=JITTER,
     harmless={
-        **ROUTER_LOSS,
         "numbers in a formula, which change no tensor": _FACTORS,
         "of MiniMax's own code": ("attn_type_list", "postnorm", "rotary_dim", "shared_intermediate_size", "shared_moe_mode"),
     },

@@ -8,21 +8,11 @@ from zeroplan.spec.model import ModelSpec, MoeSpec
 from zeroplan.spec.recipe import PRIME_RL
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import HALF, LLAMA_NORM, Attention, Layer, layer, rotated
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    HALF_TABLES,
-    ROUTER_LOGITS,
-    ROUTER_LOSS,
-    SIZES,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-    before_and_after,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import HALF_TABLES, Block, Definition, Program
 from zeroplan.transformer.families.experts import routed_experts, router
+from zeroplan.transformer.families.keys import DIVIDED, JITTER, WITH_EXPERTS, WITH_NUM_EXPERTS
 from zeroplan.transformer.families.llama import WITH_NORMS, attention
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, before_and_after, gated_modules
 from zeroplan.transformer.families.sharded import own_share
 from zeroplan.transformer.families.tape import Tape, Value
 from zeroplan.transformer.parameters import Layout
@@ -96,60 +86,36 @@ def _qwen3_moe(model: ModelSpec) -> Layout:
     return with_experts(model, attention, partial(gate_and_experts, model, gate_last=True))
 
 
-_EXPERTS = ("num_experts", "num_experts_per_tok")
-_MIXTRAL = ConfigKeys(
+_MIXTRAL = WITH_EXPERTS.plus(
     defaults={"max_position_embeddings": 131072, "num_key_value_heads": 8},
     fixed={"attention_bias": False, "mlp_bias": False},
-    required=(*SIZES, *_EXPERTS),
-    keys={"num_experts": ("num_local_experts", "num_experts")},
-    counted_as={
-        "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
-        "output_router_logits": ROUTER_LOGITS,
-    },
-    harmless=ROUTER_LOSS,
+    counted_as=JITTER,
 )
-_QWEN3_MOE = ConfigKeys(
-    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
-    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
-    required=(*SIZES, *_EXPERTS, "moe_intermediate_size"),
-    keys={"num_experts": ("num_experts", "num_local_experts")},
+_QWEN3_MOE = WITH_NUM_EXPERTS._replace(
+    required=(*WITH_EXPERTS.required, "moe_intermediate_size"),
     optional_window=True,
-    counted_as={
-        "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
-        "output_router_logits": ROUTER_LOGITS,
-    },
     assumed={"norm_topk_prob": False},
     read=("mlp_only_layers", "decoder_sparse_step"),
-    harmless={
-        **ROUTER_LOSS,
-        "read by no decoder of these families": ("max_window_layers",),
-    },
+).plus(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "sliding_window": 4096},
+    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
+    counted_as=DIVIDED,
+    harmless={"read by no decoder of these families": ("max_window_layers",)},
 )
-_OLMOE = ConfigKeys(
+_OLMOE = WITH_NUM_EXPERTS.plus(
     defaults={"max_position_embeddings": 4096},
     fixed={"mlp_bias": False},
-    required=(*SIZES, *_EXPERTS),
-    keys={"num_experts": ("num_experts", "num_local_experts")},
     only={"clip_qkv": (), "norm_topk_prob": (False,)},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
-    harmless=ROUTER_LOSS,
 )
-_MINIMAX = ConfigKeys(
+_MINIMAX = WITH_EXPERTS._replace(required=(*WITH_EXPERTS.required, "rotary_dim"), read=("rotary_dim",)).plus(
     defaults={"max_position_embeddings": 196608, "num_key_value_heads": 8, "head_dim": 128},
     fixed={"attention_bias": False, "mlp_bias": False},
-    required=(*SIZES, *_EXPERTS, "rotary_dim"),
-    keys={"num_experts": ("num_local_experts", "num_experts")},
     only={
         "use_qk_norm": (True,), "qk_norm_type": ("per_layer",), "scoring_func": ("sigmoid",), "use_routing_bias": (True,),
         "shared_intermediate_size": (0,), "partial_rotary_factor": (0.5,),
     },
-    counted_as={
-        "router_jitter_noise": (0.0, "the noise adds up to 1 % of a block"),
-        "output_router_logits": ROUTER_LOGITS,
-    },
-    read=("rotary_dim",),
+    counted_as=JITTER,
     harmless={
-        **ROUTER_LOSS,
         "multi-token prediction, which transformers does not build": ("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         "attention of the older MiniMax models": ("attn_type_list",),
     },

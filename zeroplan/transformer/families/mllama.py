@@ -83,7 +83,7 @@ def _mlp(tape: Tape, normal: Value, block: Block) -> Value:
     """Run the MLP, zero its output for tokens that see no image, and multiply by its gate."""
     branch = gated_mlp(tape, normal, block, f"{MLLAMA}, MllamaTextMLP.forward")
     seeing = op.run(
-        tape, branch, "output of the MLP, 0 where a token sees no image", Site("tokens that see no image", LAYER),
+        tape, branch, "output of the MLP, 0 where a token sees no image", LAYER,
         dtype=op.wider(tape, branch.dtype, r), shape=T * h, gradient="gradient of the MLP's output", widened=True,
     )  # fmt: skip
     tape.release(branch)

@@ -15,8 +15,9 @@ from zeroplan.transformer.families.activation import activated
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import Attention
 from zeroplan.transformer.families.deepseek import router
-from zeroplan.transformer.families.definition import SIZES, Block, ConfigKeys, Definition, Program
+from zeroplan.transformer.families.definition import Block, Definition, Program
 from zeroplan.transformer.families.experts import Computing, routed_experts
+from zeroplan.transformer.families.keys import SIZES, ConfigKeys
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.state_space import mixer, of_mixer
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
@@ -41,7 +42,7 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.norm(tape, own, "norm before the block's module", NORM, place=AT_ATTENTION_NORM)
     made, weights = _module(tape, normal, block)
     tape.release(normal)
-    out = op.add(tape, own, made, "block output", Site("residual addition", LAYER))
+    out = op.add(tape, own, made, "block output", LAYER)
     tape.release(made, weights, own if joins else None)
     if not block.ahead or joins:
         return out
@@ -94,7 +95,7 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     routed = (_in_latent if block.latent_experts else routed_experts)(tape, flat, routing.weights, block, _COMPUTING)
     tape.release(flat)
     shared = first or _mlp(tape, normal, n * m, *of_shared)
-    made = op.add(tape, routed, shared, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
+    made = op.add(tape, routed, shared, "output of routed and shared experts", MOE)
     tape.drop(routing.indices)
     tape.release(routed, shared, routing.weights, routing.logits)
     return made

@@ -8,21 +8,15 @@ from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Attention, Rotated, gated_mlp, layer, layer_of
-from zeroplan.transformer.families.definition import (
-    WITH_LATE_NORMS,
-    Around,
-    Block,
-    ConfigKeys,
-    Definition,
-    Tables,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import Around, Block, Definition, Tables
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import WITH_LATE_NORMS, gated_modules
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tags import AFTER_ATTENTION_AND_MLP
 from zeroplan.transformer.families.tape import Site, Tape, Value, Width
 from zeroplan.transformer.families.widths import kinds_of_layers
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, head_norms, joint_norms, norms
+from zeroplan.transformer.params_gated import alike, dense_block, head_norms, joint_norms
 from zeroplan.transformer.params_modules import Parameters
 from zeroplan.transformer.symbols import d, e, s
 
@@ -66,9 +60,7 @@ def _tensors(model: ModelSpec) -> Layout:
 def of_block(model: ModelSpec) -> Parameters:
     """Return the parameters of a block of full attention."""
     of_heads = head_norms(model) if model.head_norms else joint_norms(model)
-    after = norms(model, ("post_attention_layernorm", "post_feedforward_layernorm"))
-    attention = attention_of(model, bias=model.attention_bias)
-    return (*attention, *of_heads, *gated("mlp", model, model.intermediate_size), *after)
+    return dense_block(model, of_heads=of_heads, names=("post_attention_layernorm", "post_feedforward_layernorm"))
 
 
 TABLES = Tables(8 * s * d, "rotary cos and sin, fp32", ROTARY, in_32_bits=True)

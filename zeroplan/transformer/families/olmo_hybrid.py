@@ -12,7 +12,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import Layer, gated_mlp
-from zeroplan.transformer.families.definition import SIZES, Block, ConfigKeys, Definition, Program
+from zeroplan.transformer.families.definition import Block, Definition, Program
+from zeroplan.transformer.families.keys import SIZES, ConfigKeys
 from zeroplan.transformer.families.olmo2 import LAYER as FULL_LAYER
 from zeroplan.transformer.families.olmo2 import MODULES, NORM, TABLES, of_block
 from zeroplan.transformer.families.qwen3_next import convolved, decay_of, gated_norm, learning_rate, recurrence
@@ -38,8 +39,7 @@ def _linear_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     parts = tuple(
         _projected(tape, given, width, name) for width, name in ((keys, "q_proj"), (keys, "k_proj"), (values, "v_proj"))
     )
-    site = Site("joined queries, keys and values", LINEAR)
-    joined = op.joined(tape, parts, "queries, keys and values, joined", T * (2 * keys + values), site)
+    joined = op.joined(tape, parts, "queries, keys and values, joined", T * (2 * keys + values), LINEAR)
     tape.release(*parts)
     mixed = convolved(tape, joined, block)
     learnt, logarithm = _doubled_rate(tape, given), _decay(tape, given)
@@ -61,7 +61,7 @@ def _doubled_rate(tape: Tape, given: Value) -> Value:
     beta = _projected(tape, given, A, "b_proj")
     learnt = learning_rate(tape, beta)
     tape.release(beta)
-    return op.scaled(tape, learnt, "beta, doubled", Site("beta, doubled", LINEAR))
+    return op.scaled(tape, learnt, "beta, doubled", LINEAR)
 
 
 def _decay(tape: Tape, given: Value) -> Value:

@@ -38,14 +38,18 @@ Named: TypeAlias = tuple[str, Size]
 """A tensor: its reason, and its bytes."""
 
 
-def tensor(tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN) -> Value:
+def tensor(
+    tape: Tape, reason: str, dtype: Width, shape: Size, source: str, tag: Tag = PLAIN, *, kind: Kind = TENSOR
+) -> Value:  # fmt: skip
     """Allocate and return a tensor that gets a gradient."""
-    return Value(tape.make(TENSOR, reason, dtype * shape, source, tag), dtype, shape)
+    return Value(tape.make(kind, reason, dtype * shape, source, tag), dtype, shape)
 
 
-def gradient(tape: Tape, value: Value, reason: str, source: str, tag: Tag = PLAIN) -> Store:
-    """Allocate and return the gradient of a tensor."""
-    return tape.make(GRADIENT, reason, value.dtype * value.shape, source, tag)
+def gradient(
+    tape: Tape, value: Value, reason: str, source: str, tag: Tag = PLAIN, *, kind: Kind = GRADIENT, dtype: Width | None = None
+) -> Store:  # fmt: skip
+    """Allocate and return the gradient of a tensor, by default in its dtype."""
+    return tape.make(kind, reason, (value.dtype if dtype is None else dtype) * value.shape, source, tag)
 
 
 def gradient_of_product(tape: Tape, value: Value, reason: str, source: str) -> Store:
@@ -72,14 +76,16 @@ def overwrites(*values: Value) -> Backward:
 
 
 def makes(
-    reason: str, source: str, *values: Value, beside: Named | None = None, sends: tuple[Exchange, ...] = ()
+    reason: str, source: str, *values: Value, beside: Named | None = None, sends: tuple[Exchange, ...] = (),
+    kind: Kind = GRADIENT, dtype: Width | None = None,
 ) -> Backward:  # fmt: skip
     """Return a backward that allocates a gradient of each of ``values``, after a temporary ``beside`` (reason, size)."""
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         if beside is not None:
             tape.temporary(*beside, source)
-        made = [(value, gradient(tape, value, reason, source)) for value in values if tape.follows(value)]
+        followed = [value for value in values if tape.follows(value)]
+        made = [(value, gradient(tape, value, reason, source, kind=kind, dtype=dtype)) for value in followed]
         tape.send(*sends)
         return made
 
@@ -138,12 +144,12 @@ def trains(
     return backward
 
 
-def needs(source: str, *temporaries: Named) -> Backward:
+def needs(source: str, *temporaries: Named, kind: Kind = TEMPORARY) -> Backward:
     """Return a backward that allocates temporaries, which live until the operator ends."""
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         for reason, size in temporaries:
-            tape.temporary(reason, size, source)
+            tape.temporary(reason, size, source, kind=kind)
         return []
 
     return backward
@@ -170,7 +176,7 @@ def run(
     is made in the output's dtype, and cast for a narrower input. ``weights``: it has weights, its module's own, which may be
     frozen, or such as are trained in any case.
     """
-    inputs, site = (inputs,) if isinstance(inputs, Value) else inputs, Site(reason, site) if isinstance(site, str) else site
+    inputs, site = (inputs,) if isinstance(inputs, Value) else inputs, site_of(site, reason)
     brief = [tape.make(TEMPORARY, *one, site.source) for one in passing]
     dtype = inputs[0].dtype if dtype is None else dtype
     made = tensor(tape, reason, dtype, inputs[0].shape if shape is None else shape, site.source, tag)
@@ -187,6 +193,11 @@ def run(
     )  # fmt: skip
     tape.drop(*kept)
     return made
+
+
+def site_of(site: Site | str, name: str) -> Site:
+    """Return the site of an operator, which has the name of its output if only its source is given."""
+    return Site(name, site) if isinstance(site, str) else site
 
 
 def stores_of(saved: Saved) -> tuple[Store, ...]:
@@ -259,7 +270,7 @@ def chunk(tape: Tape, whole: Value, shapes: tuple[Size, ...], site: Site) -> tup
     return views
 
 
-def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site: Site) -> Value:
+def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site: Site | str) -> Value:
     """``cat`` in the widest dtype. Gradients of the parts are views; a narrower part's gradient is a cast copy."""
     dtype = parts[0].dtype
     for part in parts[1:]:
@@ -267,7 +278,7 @@ def joined(tape: Tape, parts: tuple[Value, ...], reason: str, shape: Size, site:
     return _of_terms(tape, parts, reason, dtype, shape, site)
 
 
-def add(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
+def add(tape: Tape, first: Value, second: Value, reason: str, site: Site | str) -> Value:
     """``first + second`` in the wider dtype. The gradient goes to both, cast for one that is narrower."""
     return _of_terms(tape, (first, second), reason, wider(tape, first.dtype, second.dtype), first.shape, site)
 
@@ -283,7 +294,8 @@ def add_in_place(tape: Tape, first: Value, second: Value, _reason: str, site: Si
     return made
 
 
-def _of_terms(tape: Tape, terms: tuple[Value, ...], reason: str, dtype: Width, shape: Size, site: Site) -> Value:
+def _of_terms(tape: Tape, terms: tuple[Value, ...], reason: str, dtype: Width, shape: Size, place: Site | str) -> Value:
+    site = site_of(place, reason)
     made = tensor(tape, reason, dtype, shape, site.source)
 
     def backward(tape: Tape, grad_outputs: list[Store]) -> Arriving:
@@ -475,15 +487,15 @@ def matmul(
 # --- elementwise operators ---------------------------------------------------------------------------------------------------
 
 
-def pointwise(tape: Tape, value: Value, reason: str, site: Site, *, saves_result: bool = False) -> Value:
+def pointwise(tape: Tape, value: Value, reason: str, site: Site | str, *, saves_result: bool = False) -> Value:
     """An activation function in one operator. Autograd saves its input (SiLU, GELU) or its result (ReLU). ``value`` stays."""
-    saved, of = () if saves_result else (value,), f"gradient of the input of {site.name}"
+    saved, of = () if saves_result else (value,), f"gradient of the input of {site_of(site, reason).name}"
     return run(tape, value, reason, site, saved=saved, saves_result=saves_result, gradient=of)
 
 
 def exponential(tape: Tape, value: Value, reason: str, source: str) -> Value:
     """``exp``. Autograd saves its result. ``value`` stays."""
-    return pointwise(tape, value, reason, Site(f"exponential: {reason}", source), saves_result=True)
+    return pointwise(tape, value, reason, source, saves_result=True)
 
 
 def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, site: Site) -> Value:
@@ -500,11 +512,12 @@ def softmax_in_32_bits(tape: Tape, value: Value, reason: str, cast_at: Site, sit
     return made
 
 
-def product(tape: Tape, first: Value, second: Value, reason: str, site: Site) -> Value:
+def product(tape: Tape, first: Value, second: Value, reason: str, place: Site | str) -> Value:
     """``first * second`` in the wider dtype. Autograd saves each factor if it tracks the other.
 
     The backward makes a narrower factor's gradient in the wider dtype, and casts it afterwards.
     """
+    site = site_of(place, reason)
     made = tensor(tape, reason, wider(tape, first.dtype, second.dtype), first.shape, site.source)
     saved = factors(tape, (first, (first,)), (second, (second,)))
 
@@ -543,22 +556,23 @@ def times_per_row(tape: Tape, value: Value, factor: Value, reason: str, dtype: W
     return made
 
 
-def plus_constant(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+def plus_constant(tape: Tape, value: Value, reason: str, site: Site | str) -> Value:
     """Add a constant. Autograd saves nothing, and the gradient passes unchanged. ``value`` stays."""
     return run(tape, value, reason, site)
 
 
 def plus_bias(
-    tape: Tape, value: Value, elements: Size, reason: str, site: Site, *, dtype: Width | None = None, shape: Size | None = None
+    tape: Tape, value: Value, elements: Size, reason: str, site: Site | str, *, dtype: Width | None = None,
+    shape: Size | None = None,
 ) -> Value:  # fmt: skip
     """Add a parameter of so many ``elements``. Autograd saves nothing. ``value`` stays."""
     backward = in_turn(trains(elements), same_gradient(value))
     return run(tape, value, reason, site, dtype=dtype, shape=shape, backward=backward, weights="own")
 
 
-def multiplied(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+def multiplied(tape: Tape, value: Value, reason: str, site: Site | str) -> Value:
     """Multiply by a constant. It saves nothing. ``value`` stays."""
-    return run(tape, value, reason, site, gradient=f"gradient through the {site.name}")
+    return run(tape, value, reason, site, gradient=f"gradient through the {site_of(site, reason).name}")
 
 
 def without_padding(tape: Tape, value: Value, source: str, *, padded: bool) -> Value:
@@ -569,7 +583,7 @@ def without_padding(tape: Tape, value: Value, source: str, *, padded: bool) -> V
     return multiplied(tape, value, "tokens without padding", Site("mask of padding", source))
 
 
-def scaled(tape: Tape, value: Value, reason: str, site: Site) -> Value:
+def scaled(tape: Tape, value: Value, reason: str, site: Site | str) -> Value:
     """Multiply by a constant and release ``value``: the forward stores the product under the same variable."""
     made = multiplied(tape, value, reason, site)
     tape.release(value)
@@ -710,8 +724,7 @@ def _less_mean(tape: Tape, wide: Value, mean: Value, site: Site) -> Value:
         needs(site.source, ("gradient of the mean, not yet summed", 4 * wide.shape)), same_gradient(wide),
         makes("gradient of the mean", site.source, mean),
     )  # fmt: skip
-    at = Site(f"{site.name}: difference from the mean", site.source)
-    return run(tape, (wide, mean), f"{site.name}: its input less the mean", at, dtype=4, backward=backward)
+    return run(tape, (wide, mean), f"{site.name}: its input less the mean", site.source, dtype=4, backward=backward)
 
 
 def _norm_by_unsloth(tape: Tape, value: Value, rows: Size, site: Site) -> Value:
@@ -728,9 +741,9 @@ def _norm_by_liger(tape: Tape, value: Value, weight: Size, rows: Size, site: Sit
     return run(tape, value, f"output of the {site.name}", at, saved=(value,), keeps=(root,), backward=backward, weights="own")
 
 
-def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str, name: str) -> Value:
+def gated_by_liger(tape: Tape, gate: Value, up: Value, reason: str) -> Value:
     """``silu(gate) * up`` in one kernel. Autograd saves both, and the backward overwrites them with their gradients."""
-    return run(tape, (gate, up), reason, Site(name, LIGER_GATE), saved=(gate, up), backward=overwrites(gate, up))
+    return run(tape, (gate, up), reason, LIGER_GATE, saved=(gate, up), backward=overwrites(gate, up))
 
 
 def _norm_in_one_operator(tape: Tape, value: Value, weight: Size, rows: Size, site: Site, *, is_layer: bool) -> Value:

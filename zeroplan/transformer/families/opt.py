@@ -4,7 +4,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import LAYER_NORM, Layer, layer, two_layer_mlp
-from zeroplan.transformer.families.definition import SIZES, Around, Block, ConfigKeys, Definition, Held
+from zeroplan.transformer.families.definition import Around, Block, Definition, Held
+from zeroplan.transformer.families.keys import SIZES, ConfigKeys
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import BlockRun, Layout
 from zeroplan.transformer.params_modules import embedding, layer_norm, linear, whole
@@ -18,7 +19,7 @@ ATTENTION = f"{OPT}, OPTAttention.forward"
 
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     bare = op.linear(tape, normal, q, Site("q projection", ATTENTION, layer="q_proj"), bias=True)
-    query = op.scaled(tape, bare, "queries, scaled", Site("scale of the queries", ATTENTION))
+    query = op.scaled(tape, bare, "queries, scaled", ATTENTION)
     key = op.linear(tape, normal, k, Site("k projection", ATTENTION, layer="k_proj"), bias=True)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, layer="v_proj"), bias=True)
     context, weights = block.attend(tape, Heads(query, key, value, grouped=False, one_key=False))

@@ -9,7 +9,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import LAYER_NORM, two_layer_mlp
-from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition, Program, Tables
+from zeroplan.transformer.families.definition import Block, Definition, Program, Tables
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout, Parameter
@@ -29,8 +30,8 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     normal = op.norm(tape, given, "norm before both branches", LAYER_NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
     branch = two_layer_mlp(tape, normal, block, f"{PHI}, PhiMLP.forward", layers=("fc1", "fc2"))
-    both = op.add(tape, attended, branch, "sum of attention and MLP", Site("addition of the branches", LAYER))
-    made = op.add(tape, both, given, "block output", Site("residual addition", LAYER))
+    both = op.add(tape, attended, branch, "sum of attention and MLP", LAYER)
+    made = op.add(tape, both, given, "block output", LAYER)
     tape.release(both, normal, attended, branch, weights)
     return made
 
@@ -52,7 +53,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     ]
     tape.release(*(bare for bare, _ in parts))
     query, key = (
-        op.joined(tape, (first, rest), name, T * width, Site(f"both parts of the {name}", ATTENTION))
+        op.joined(tape, (first, rest), name, T * width, ATTENTION)
         for first, (_, rest), name, width in zip(turned, parts, ("queries", "keys"), (q, k), strict=True)
     )
     tape.release(*projected[:2])

@@ -4,7 +4,8 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import joint_mlp, layer, layer_of, rotated
-from zeroplan.transformer.families.definition import Block, ConfigKeys, Definition
+from zeroplan.transformer.families.definition import Block, Definition
+from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout

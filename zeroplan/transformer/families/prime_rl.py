@@ -46,7 +46,7 @@ def _router(tape: Tape, flat: Value, block: Block) -> Routing:
     by_sigmoid = block.family == "glm4_moe"
     logits = op.linear(tape, flat, E, Site("router", ROUTER))
     wide = op.cast(tape, logits, 4, Site("router: logits", ROUTER))
-    scores = op.pointwise(tape, wide, "router: scores of all experts", Site("router: scores", ROUTER), saves_result=True)
+    scores = op.pointwise(tape, wide, "router: scores of all experts", ROUTER, saves_result=True)
     tape.release(wide, logits)
     biased = [tape.make(op.TEMPORARY, "router: scores and bias, fp32", 4 * T * E, ROUTER)] if by_sigmoid else []
     best = [tape.make(op.TEMPORARY, "router: the best of them", 4 * _PAIRS, ROUTER)] if by_sigmoid else []
@@ -54,7 +54,7 @@ def _router(tape: Tape, flat: Value, block: Block) -> Routing:
     tape.drop(*biased)
     chosen = picked(tape, scores, ("router: top-k weights", _PAIRS), indices, ROUTER)
     shares = divided_by_sum(tape, chosen, 4, ROUTER)
-    weights = op.scaled(tape, shares, "router: weights, scaled", Site("router: scaling", ROUTER))
+    weights = op.scaled(tape, shares, "router: weights, scaled", ROUTER)
     tape.drop(*best)
     tape.release(scores)
     return Routing(logits, weights, indices)
@@ -93,10 +93,10 @@ def _shared(tape: Tape, flat: Value) -> Value:
     """Run the shared experts, whose weights are no linear layers."""
     name = "shared experts"
     gates = op.linear(tape, flat, n * m, Site(f"{name}: gate", MOE))
-    active = op.pointwise(tape, gates, f"{name}: silu of the gate", Site(f"{name}: silu", MOE))
+    active = op.pointwise(tape, gates, f"{name}: silu of the gate", MOE)
     tape.release(gates)
     ups = op.linear(tape, flat, n * m, Site(f"{name}: up", MOE))
-    gated = op.product(tape, active, ups, f"{name}: gated product", Site(f"{name}: gated product", MOE))
+    gated = op.product(tape, active, ups, f"{name}: gated product", MOE)
     tape.release(active, ups)
     made = op.linear(tape, gated, h, Site(f"{name}: down", MOE), reads=n * m)
     tape.release(gated)
@@ -111,9 +111,8 @@ def _zeros(tape: Tape, flat: Value) -> Value:
 
 def _added(tape: Tape, own: Value, outputs: Value, rows: Store) -> Value:
     """Add each pair's output to its token, in a copy of ``own``."""
-    site = Site("sum over a token's experts", MOE)
     backward = op.in_turn(op.same_gradient(own), op.makes("gradient of the weighted outputs", MOE, outputs))
-    return op.run(tape, (own, outputs), "output of all experts", site, dtype=e, saved=(rows,), backward=backward)
+    return op.run(tape, (own, outputs), "output of all experts", MOE, dtype=e, saved=(rows,), backward=backward)
 
 
 # --- full training -----------------------------------------------------------------------------------------------------------
@@ -141,10 +140,10 @@ def _trained(tape: Tape, given: Value) -> Value:
 def _products(tape: Tape, given: Value, rows: Size) -> Value:
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, GROUPED)
     gates = _grouped(tape, given, ("experts: gate", h, m), rows, ends)
-    active = op.pointwise(tape, gates, "experts: silu of the gate", Site("experts: silu", GROUPED))
+    active = op.pointwise(tape, gates, "experts: silu of the gate", GROUPED)
     tape.release(gates)
     ups = _grouped(tape, given, ("experts: up", h, m), rows, ends)
-    gated = op.product(tape, active, ups, "experts: gated product", Site("experts: gated product", GROUPED))
+    gated = op.product(tape, active, ups, "experts: gated product", GROUPED)
     tape.release(ups, active)
     made = _grouped(tape, gated, ("experts: down", m, h), rows, ends)
     tape.release(gated)
@@ -157,7 +156,7 @@ def _grouped(tape: Tape, value: Value, site: tuple[str, Size, Size], rows: Size,
     name, reads, width = site
     weights = Beside(f"weights of {name}", e * E * reads * width, strided=True)
     return op.run(
-        tape, value, f"{name}: output", Site(name, GROUPED), dtype=e, shape=rows * width, weights="own", reads=(weights,),
+        tape, value, f"{name}: output", GROUPED, dtype=e, shape=rows * width, weights="own", reads=(weights,),
         saved=(ends,) if tape.mode.weights_frozen else (value, ends),
         backward=op.in_turn(op.trains(E * reads * width), op.makes(f"gradient of the input of {name}", GROUPED, value)),
     )  # fmt: skip
@@ -171,8 +170,8 @@ def _with_adapters(tape: Tape, given: Value) -> Value:
     ends = tape.make(op.TENSOR, "ends of the experts' groups", 4 * E, LORA)
     gates, of_gates = _beside_adapter(tape, given, ("experts: gate", h, m), ends)
     ups, of_ups = _beside_adapter(tape, given, ("experts: up", h, m), ends)
-    active = op.pointwise(tape, gates, "experts: silu of the gate", Site("experts: silu", LORA))
-    gated = op.product(tape, active, ups, "experts: gated product", Site("experts: gated product", LORA))
+    active = op.pointwise(tape, gates, "experts: silu of the gate", LORA)
+    gated = op.product(tape, active, ups, "experts: gated product", LORA)
     tape.release(active)
     made, of_outputs = _beside_adapter(tape, gated, ("experts: down", m, h), ends)
     tape.release(gates, ups, gated, *of_gates, *of_ups, *of_outputs)
@@ -189,7 +188,7 @@ def _beside_adapter(
     inner = of_adapter(tape, value, (f"{name}: A", reads, z), (ends,), LORA, pairs=_PAIRS, experts=E)
     outer = of_adapter(tape, inner, (f"{name}: B", z, width), (ends,), LORA, pairs=_PAIRS, experts=E)
     tape.release(inner)
-    scaled = op.multiplied(tape, outer, f"{name}: adapter's output, scaled", Site(f"{name}: scale", LORA))
-    made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", Site(f"{name}: sum", LORA))
+    scaled = op.multiplied(tape, outer, f"{name}: adapter's output, scaled", LORA)
+    made = op.run(tape, (product, scaled), f"{name}: sum with its adapter", LORA)
     tape.release(scaled)
     return made, (product, outer)

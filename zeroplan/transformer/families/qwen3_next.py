@@ -15,24 +15,14 @@ from zeroplan.transformer.blocks import At, Place
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
 from zeroplan.transformer.families.decoder import LLAMA_NORM, Layer, gated_mlp, layer, rotated
-from zeroplan.transformer.families.definition import (
-    ATTENTION_MODULES,
-    ROUTER_LOGITS,
-    ROUTER_LOSS,
-    SIZES,
-    Block,
-    ConfigKeys,
-    Definition,
-    Program,
-    Tables,
-    before_and_after,
-    gated_modules,
-)
+from zeroplan.transformer.families.definition import Block, Definition, Program, Tables
 from zeroplan.transformer.families.delta_rule import Given, gated_delta_rule
 from zeroplan.transformer.families.experts import routed_experts, router
+from zeroplan.transformer.families.keys import DIVIDED, SIZES, WITH_EXPERTS, WITH_NUM_EXPERTS, ConfigKeys
 from zeroplan.transformer.families.linear_kernels import convolution
 from zeroplan.transformer.families.linear_kernels import gated_delta_rule as gated_delta_rule_of_fla
 from zeroplan.transformer.families.llama import attention
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, before_and_after, gated_modules
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Site, Store, Tape, Value
 from zeroplan.transformer.parameters import KINDS_IN_TURN, Layout, Parameter
@@ -130,7 +120,7 @@ def _by_the_rule(tape: Tape, mixed: Value, beta: Value, decay: Value, gate: Valu
 
 def learning_rate(tape: Tape, beta: Value) -> Value:
     """Return the sigmoid of beta, a number per token and head."""
-    return op.pointwise(tape, beta, "beta", Site("beta: sigmoid", LINEAR), saves_result=True)
+    return op.pointwise(tape, beta, "beta", LINEAR, saves_result=True)
 
 
 def recurrence(
@@ -153,15 +143,13 @@ def _flat(tape: Tape, gate: Value, block: Block) -> Value:
 
 def _in_order(tape: Tape, value: Value, name: str) -> Value:
     """Return a contiguous copy, whose gradient is a view."""
-    return op.run(tape, value, f"{name} of linear attention", Site(f"{name}, in order", LINEAR), dtype=e)
+    return op.run(tape, value, f"{name} of linear attention", LINEAR, dtype=e)
 
 
 def _mixed(tape: Tape, parts: tuple[Value, ...], block: Block) -> Value:
     """Join queries, keys and values, then run the convolution."""
     wide = 2 * J * D + A * I
-    joined = op.joined(
-        tape, parts, "queries, keys and values, joined", T * wide, Site("joined queries, keys and values", LINEAR)
-    )
+    joined = op.joined(tape, parts, "queries, keys and values, joined", T * wide, LINEAR)
     return convolved(tape, joined, block)
 
 
@@ -172,7 +160,7 @@ def convolved(tape: Tape, joined: Value, block: Block) -> Value:
         tape.release(joined)
         return made
     bare = op.convolution(tape, joined, 2 * J * D + A * I, l, Site("convolution", LINEAR))
-    made = op.pointwise(tape, bare, "silu of the convolution", Site("convolution: silu", LINEAR))
+    made = op.pointwise(tape, bare, "silu of the convolution", LINEAR)
     tape.release(bare, joined)
     return made
 
@@ -180,18 +168,17 @@ def convolved(tape: Tape, joined: Value, block: Block) -> Value:
 def decay_of(tape: Tape, given: Value) -> Value:
     """Return ``-exp(A) * softplus(a + bias)`` in fp32: the logarithms of the states' decay rates."""
     wide = op.cast(tape, given, 4, Site("decay", LINEAR))
-    raised = op.plus_bias(tape, wide, A, "decay and its bias", Site("decay: bias", LINEAR), dtype=4)
+    raised = op.plus_bias(tape, wide, A, "decay and its bias", LINEAR, dtype=4)
     tape.release(wide)
     frozen = tape.mode.weights_frozen  # then autograd saves the negative rates alone
     words, size = ("rates of decay, negative", 4 * A) if frozen else ("rates of decay, and the negative", 8 * A)
     rates = tape.make(op.TENSOR, words, size, LINEAR)
-    soft = op.pointwise(tape, raised, "softplus of the decay", Site("decay: softplus", LINEAR))
+    soft = op.pointwise(tape, raised, "softplus of the decay", LINEAR)
     tape.release(raised)
     saved = (rates,) if frozen else (soft.store, rates)
     unsummed = "gradient of the rates of decay, not yet summed", 4 * T * A, LINEAR
     backward = op.in_turn(op.trains(A, beside=unsummed), op.makes("gradient of the softplus", LINEAR, soft))
-    site = Site("decay: rates", LINEAR)
-    made = op.run(tape, soft, "logarithm of the decay", site, saved=saved, backward=backward, weights="own")
+    made = op.run(tape, soft, "logarithm of the decay", LINEAR, saved=saved, backward=backward, weights="own")
     tape.drop(rates)
     tape.release(soft)
     return made
@@ -202,9 +189,9 @@ def gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     means = list[Store]()
     normal = op.norm(tape, value, "norm of linear attention", GATED_NORM, weight=I, rows=T * A, means=means)
     wide = op.cast(tape, gate, 4, Site("z of linear attention", LINEAR))
-    active = op.pointwise(tape, wide, "silu of z", Site("z: silu", LINEAR))
+    active = op.pointwise(tape, wide, "silu of z", LINEAR)
     tape.release(wide)
-    made = op.product(tape, normal, active, "norm of linear attention times its gate", Site("gating of the norm", LINEAR))
+    made = op.product(tape, normal, active, "norm of linear attention times its gate", LINEAR)
     tape.release(normal, active)
     narrow = op.cast(tape, made, e, Site("gated output of linear attention", LINEAR))
     tape.release(made)
@@ -229,10 +216,8 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
     context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
-    opened = op.pointwise(tape, gate, "sigmoid of the gate", Site("gate: sigmoid", ATTENTION), saves_result=True)
-    gated_context = op.product(
-        tape, context, opened, "gated attention, input of the output projection", Site("gating of attention", ATTENTION)
-    )
+    opened = op.pointwise(tape, gate, "sigmoid of the gate", ATTENTION, saves_result=True)
+    gated_context = op.product(tape, context, opened, "gated attention, input of the output projection", ATTENTION)
     tape.release(context, opened)
     site = Site("output projection", ATTENTION, Module.O)
     made = op.linear(tape, gated_context, h, site, reads=c, bias=block.output_bias)
@@ -252,11 +237,11 @@ def _moe(tape: Tape, normal: Value, block: Block) -> Value:
     routing = router(tape, flat, narrowed=True, divided=block.family != "qwen2_moe")
     routed = routed_experts(tape, flat, routing.weights, block)
     bare = op.linear(tape, flat, _ONE, Site("gate of the shared expert", MOE, layer="shared_expert_gate"))
-    gate = op.pointwise(tape, bare, "gate of the shared expert", Site("shared expert: sigmoid", MOE), saves_result=True)
+    gate = op.pointwise(tape, bare, "gate of the shared expert", MOE, saves_result=True)
     tape.release(bare, flat)
     weighted = _weighted(tape, shared, gate)
     tape.release(shared, gate)
-    made = op.add(tape, routed, weighted, "output of routed and shared experts", Site("sum of routed and shared experts", MOE))
+    made = op.add(tape, routed, weighted, "output of routed and shared experts", MOE)
     tape.drop(routing.indices)
     tape.release(routed, weighted, routing.weights, routing.logits)
     return made
@@ -331,30 +316,23 @@ _TABLES_OF_3_5 = Tables(
     f"{QWEN3_5}, Qwen3_5TextRotaryEmbedding.forward",
 )
 _LINEAR_SIZES = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-_CONFIG = ConfigKeys(
-    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4},
-    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
-    required=(
-        *SIZES, "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", *_LINEAR_SIZES,
-    ),
-    keys={"num_experts": ("num_experts", "num_local_experts")},
-    only={"mlp_only_layers": ([],), "full_attention_interval": (4,), "partial_rotary_factor": (0.25,)},
-    counted_as={
-        "norm_topk_prob": (True, "without the division the router saves some bytes per token less"),
-        "output_router_logits": ROUTER_LOGITS,
-    },
+_QWEN2 = WITH_NUM_EXPERTS._replace(
+    required=(*WITH_EXPERTS.required, "moe_intermediate_size", "shared_expert_intermediate_size"),
     read=("shared_expert_intermediate_size",),
-    harmless=ROUTER_LOSS,
-)  # fmt: skip
-_QWEN2 = _CONFIG._replace(
-    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 16, "attention_bias": True},
-    required=tuple(name for name in _CONFIG.required if name not in _LINEAR_SIZES),
-    keys={**_CONFIG.keys, "attention_bias": ("qkv_bias",)},
-    only={"mlp_only_layers": ([],), "norm_topk_prob": (False,), "use_sliding_window": (False,)},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
     optional_window=True,
-    harmless=ROUTER_LOSS,
+).plus(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 16, "attention_bias": True},
+    fixed={"decoder_sparse_step": 1, "mlp_bias": False},
+    keys={"attention_bias": ("qkv_bias",)},
+    only={"mlp_only_layers": ([],), "norm_topk_prob": (False,), "use_sliding_window": (False,)},
 )
+_CONFIG = _QWEN2._replace(
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "linear_conv_kernel_dim": 4},
+    required=(*_QWEN2.required, *_LINEAR_SIZES),
+    keys=WITH_NUM_EXPERTS.keys,
+    only={"mlp_only_layers": ([],), "full_attention_interval": (4,), "partial_rotary_factor": (0.25,)},
+    optional_window=False,
+).plus(counted_as=DIVIDED)
 _OF_3_5 = ConfigKeys(
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "linear_conv_kernel_dim": 4},
     fixed={"mlp_bias": False},
@@ -370,16 +348,14 @@ _OF_3_5 = ConfigKeys(
     },
 )  # fmt: skip
 _MOE_OF_3_5 = _OF_3_5._replace(
-    defaults={**_OF_3_5.defaults, "num_key_value_heads": 2},
-    required=(
-        *(size for size in SIZES if size != "intermediate_size"), *_LINEAR_SIZES, "num_experts", "num_experts_per_tok",
-        "intermediate_size", "shared_expert_intermediate_size",
-    ),
-    keys={"intermediate_size": ("moe_intermediate_size",), "num_experts": ("num_experts", "num_local_experts")},
-    counted_as={"output_router_logits": ROUTER_LOGITS},
+    required=(*WITH_EXPERTS.required, *_LINEAR_SIZES, "shared_expert_intermediate_size"),
+    counted_as=WITH_EXPERTS.counted_as,
     read=("shared_expert_intermediate_size",),
-    harmless={**_OF_3_5.harmless, **ROUTER_LOSS},
-)  # fmt: skip
+).plus(
+    defaults={"num_key_value_heads": 2},
+    keys={**WITH_NUM_EXPERTS.keys, "intermediate_size": ("moe_intermediate_size",)},
+    harmless=WITH_EXPERTS.harmless,
+)
 _FULL_MODULES = (
     "self_attn", "self_attn.q_proj", "self_attn.q_norm", "self_attn.k_proj", "self_attn.k_norm", "self_attn.v_proj",
     "self_attn.o_proj",

@@ -5,7 +5,6 @@ requests. Sizes have values for every batch. The engine that runs the block hand
 gradients.
 """
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -17,7 +16,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Loss, Recompute
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block
-from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.ending import Ending, ending_of, ran_to_the_loss
 from zeroplan.transformer.families.sharded import SHARES
 from zeroplan.transformer.families.split_backward import ran_program, structure_and_order
 from zeroplan.transformer.families.tape import Action, Do, Exchange, Owner, Store, Tape, Value
@@ -25,30 +24,23 @@ from zeroplan.transformer.families.traced import incoming_of, run_forward, struc
 from zeroplan.transformer.families.widths import in_one_chunk, is_masked, values_of, widths
 from zeroplan.transformer.parameters import WITH_STATES, BlockRun, plain_kind
 
-_Thing: TypeAlias = Store | Size | Owner | Exchange
-
-
-class Done(NamedTuple):
-    """One action, and the index of its object among a program's tensors and weights."""
-
-    do: Do
-    place: int
+Thing: TypeAlias = Store | Size | Owner | Exchange | None
+"""What an action acts on: a tensor, the elements of a weight, a module, a collective, or nothing."""
+Actions: TypeAlias = tuple[Action, ...]
 
 
 class Requested(NamedTuple):
-    """A program's actions, and the tensors and weights that they act on. The index of an absent tensor is -1."""
+    """A program's actions."""
 
-    things: "tuple[_Thing, ...]"
-    """Tensors, the elements of weights, modules, and collectives."""
-    forward: tuple[Done, ...]
-    backward: tuple[Done, ...]
-    given: int
+    forward: Actions
+    backward: Actions
+    given: Store
     """The program's input. The engine requests it, and ends its variable."""
-    made: int
+    made: Store
     """The program's output. The engine ends its variable."""
-    incoming: int
+    incoming: Store
     """The gradient of the output, which the engine makes."""
-    outgoing: int
+    outgoing: Store | None
     """The gradient of the input, which the engine frees."""
     saves_given: bool
     """The program saves its input and frees it in its backward."""
@@ -58,7 +50,7 @@ class Instruction(NamedTuple):
     """One action for one batch."""
 
     do: Do
-    place: int
+    thing: Thing
     size: int = 0
     """Bytes of a tensor or of a collective's largest buffer, elements of a weight."""
     pieces: int = 1
@@ -72,7 +64,7 @@ class Instruction(NamedTuple):
 
 
 class Sized(NamedTuple):
-    """A program's actions for one batch, with the indexes of the tensors it shares with its neighbours."""
+    """A program's actions for one batch, with the tensors it shares with its neighbours."""
 
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
@@ -134,11 +126,10 @@ def ending_requests(model: ModelSpec, compute: Compute, batch: Batch, loss: Loss
 
 @lru_cache(maxsize=64)
 def _without_labels(whole: Requested) -> Requested:
-    labels = {at for at, one in enumerate(whole.things) if isinstance(one, Store) and one.tag.role is Role.LABELS}
-    forward, backward = (
-        tuple([one for one in actions if one.place not in labels]) for actions in (whole.forward, whole.backward)
-    )
-    return whole._replace(forward=forward, backward=backward)
+    def without(actions: Actions) -> Actions:
+        return tuple([(do, one) for do, one in actions if not (isinstance(one, Store) and one.tag.role is Role.LABELS)])
+
+    return whole._replace(forward=without(whole.forward), backward=without(whole.backward))
 
 
 def torchtitan_requests(model: ModelSpec, compute: Compute, batch: Batch, recompute: Recompute) -> tuple[Sized, Sized]:
@@ -157,60 +148,30 @@ def _one(answer: object) -> bool:
 
 
 def _sized(requested: Requested, values: Values) -> Sized:
-    sizes = [_size(one, values) for one in requested.things]
+    things = dict.fromkeys([one for _, one in (*requested.forward, *requested.backward)])
+    sizes = {one: _size(one, values) for one in things}
     forward, backward = (
-        tuple([_instruction(requested, sizes, *one) for one in actions]) for actions in (requested.forward, requested.backward)
+        tuple([_instruction(do, one, sizes[one]) for do, one in actions]) for actions in (requested.forward, requested.backward)
     )
     return Sized(forward, backward, requested)
 
 
-def _size(thing: _Thing, values: Values) -> int:
-    if isinstance(thing, Owner):
+def _size(thing: Thing, values: Values) -> int:
+    if thing is None or isinstance(thing, Owner):
         return 0
     return _int((thing if isinstance(thing, Size) else thing.size).value(values))
 
 
-def _instruction(requested: Requested, sizes: list[int], do: Do, place: int) -> Instruction:
-    if place < 0:
-        return Instruction(do, place)
-    thing = requested.things[place]
+def _instruction(do: Do, thing: Thing, size: int) -> Instruction:
     if not isinstance(thing, Store):
-        return Instruction(do, place, sizes[place], sends=thing if isinstance(thing, Exchange) else None)
+        return Instruction(do, thing, size, sends=thing if isinstance(thing, Exchange) else None)
     multiplies = thing.tag.role is Role.OUTPUT or thing.kind is Kind.ACTIVATION_GRADIENTS
-    return Instruction(do, place, sizes[place] // thing.pieces, thing.pieces, thing.kind, thing.reason, multiplies)
+    return Instruction(do, thing, size // thing.pieces, thing.pieces, thing.kind, thing.reason, multiplies)
 
 
 def _int(value: Int) -> int:
     assert isinstance(value, int)  # noqa: S101  of one batch
     return value
-
-
-class _Places:
-    """Assigns every tensor and weight an index, in the order of first use."""
-
-    def __init__(self) -> None:
-        self.places: dict[_Thing, int] = {}
-        self.same: dict[Store, Store] = {}
-        """Tensors of the recomputation that are tensors of the forward."""
-
-    def of(self, thing: _Thing | None) -> int:
-        """Return the index of a tensor, weight, module or collective; -1 for None."""
-        if thing is None:
-            return -1
-        return self.places.setdefault(self.same.get(thing, thing) if isinstance(thing, Store) else thing, len(self.places))
-
-    def done(self, actions: Iterable[Action]) -> tuple[Done, ...]:
-        """Return actions with indexes."""
-        return tuple([Done(do, self.of(thing)) for do, thing in actions])
-
-    def requested(
-        self, forward: Iterable[Action], backward: Iterable[Action], *, given: Store, made: Store, incoming: Store,
-        outgoing: Store | None, saves_given: bool,
-    ) -> Requested:  # fmt: skip
-        """Return the actions of forward and backward with the indexes of the program's ends."""
-        both = self.done(forward), self.done(backward)
-        ends = self.of(given), self.of(made), self.of(incoming), self.of(outgoing)
-        return Requested(tuple(self.places), *both, *ends, saves_given)
 
 
 @lru_cache(maxsize=256)
@@ -227,13 +188,18 @@ def _of_a_block(
 
 def _of_a_rank(whole: Requested) -> Requested:
     """Return the actions of one tensor-parallel rank: its share of every split width."""
-    for one in whole.things:
+    acted = [one for _, one in (*whole.forward, *whole.backward)]
+    for one in dict.fromkeys((*acted, whole.given, whole.made, whole.incoming, whole.outgoing)):
         if isinstance(one, Store):
             one.size = one.size.replacing(SHARES)
-    return whole._replace(things=tuple(map(_of_this_rank, whole.things)))
+
+    def shared(actions: Actions) -> Actions:
+        return tuple([(do, _of_this_rank(one)) for do, one in actions])
+
+    return whole._replace(forward=shared(whole.forward), backward=shared(whole.backward))
 
 
-def _of_this_rank(one: _Thing) -> _Thing:
+def _of_this_rank(one: Thing) -> Thing:
     if isinstance(one, Exchange):
         return one._replace(size=one.size.replacing(SHARES))
     return one.replacing(SHARES) if isinstance(one, Size) else one
@@ -246,10 +212,8 @@ def _plain(structure: Block, *, marking: bool, received: bool) -> Requested:
     tape.drop(*tape.history.input_copies)
     saves_given, before = given.store in tape.alive, len(tape.history.actions)
     tape.run_backward(made, incoming)
-    return _Places().requested(
-        forward, tape.history.actions[before:], given=given.store, made=made.store, incoming=incoming,
-        outgoing=tape.history.outgoing, saves_given=saves_given,
-    )  # fmt: skip
+    backward, outgoing = tuple(tape.history.actions[before:]), tape.history.outgoing
+    return Requested(tuple(forward), backward, given.store, made.store, incoming, outgoing, saves_given)
 
 
 def _without(actions: list[Action], *stores: Store) -> list[Action]:
@@ -273,13 +237,11 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
     forward, kept = _without(tape.history.actions, given.store), tape.selected.stores() if keeps else ()
     again, _, output = run_forward(structure, saving=True, given=given.store, recomputed=True, marking=marking)
     again.end_nodes()
-    places = _Places()
     copies, in_nodes = tape.history.input_copies, tape.history.in_nodes
     stays = (given.store, made.store, *kept, *copies, *in_nodes)
     forward += [(Do.RELEASE, store) for store in tape.alive if store not in stays]  # BLOOM's block has that of another
-    places.same = dict(
-        zip((*(again.selected.stores() if keeps else ()), *again.history.input_copies), (*kept, *copies), strict=True)
-    )
+    of_rerun = (*(again.selected.stores() if keeps else ()), *again.history.input_copies)
+    same = dict(zip(of_rerun, (*kept, *copies), strict=True))  # tensors of the recomputation that are tensors of the forward
     to_the_end = keeps or structure.family == "torchtitan"  # whose checkpoints have early_stop=False
     incoming, until_saved = _incoming(output, structure, received=received), [] if to_the_end else _until_last_saved(again)
     again.release(given, output)
@@ -295,12 +257,11 @@ def _recomputed(structure: Block, *, keeps: bool, offloaded: bool, marking: bool
         released.add(given.store)  # the checkpoint holds it until the block is done
         rerun = [(do, thing) for do, thing in rerun if do is not Do.RELEASE or thing is not given.store]
     back = [(do, thing) for do, thing in (*before, *after) if do is not Do.RELEASE or thing not in released]
-    back[len(before) : len(before)] = _without(rerun, *places.same)
+    back[len(before) : len(before)] = _without(rerun, *same)
     back = [(do, thing) for do, thing in back if thing not in again.history.input_copies]  # the checkpoint's own, too
     back += [(Do.RELEASE, store) for store in (*copies, *in_nodes)]
-    return places.requested(
-        forward, back, given=given.store, made=made.store, incoming=incoming, outgoing=again.history.outgoing, saves_given=True,
-    )  # fmt: skip
+    backward = tuple([(do, same.get(thing, thing) if isinstance(thing, Store) else thing) for do, thing in back])
+    return Requested(tuple(forward), backward, given.store, made.store, incoming, again.history.outgoing, saves_given=True)
 
 
 def _is_kept(action: Action) -> bool:
@@ -322,7 +283,7 @@ def _until_last_saved(tape: Tape) -> list[Action]:
 
 @lru_cache(maxsize=64)
 def _of_an_ending(ending: Ending, *, marking: bool) -> Requested:
-    made = _to_the_loss(*ran_forward(ending, marking=marking))
+    made = _to_the_loss(*ran_to_the_loss(ending, marking=marking))
     return _of_a_rank(made) if ending.sharded else made
 
 
@@ -340,18 +301,8 @@ def _split_actions(structure: Block | Ending, order: tuple[int, ...]) -> tuple[R
     for at in order:
         tape.run_weights(left[at])
         tape.history.actions.append((Do.ARRIVE, None))
-    places = _Places()
-    made = places.requested(
-        forward,
-        first,
-        given=given,
-        made=output.store,
-        incoming=incoming,
-        outgoing=tape.history.outgoing,
-        saves_given=saves_given,
-    )
-    second = places.done(tape.history.actions[ran:])
-    made = made._replace(things=tuple(places.places))
+    outgoing, second = tape.history.outgoing, tuple(tape.history.actions[ran:])
+    made = Requested(tuple(forward), tuple(first), given, output.store, incoming, outgoing, saves_given)
     both = made, made._replace(forward=(), backward=second)
     return (_of_a_rank(both[0]), _of_a_rank(both[1])) if structure.sharded else both
 
@@ -370,7 +321,5 @@ def _to_the_loss(tape: Tape, loss: Value) -> Requested:
     assert isinstance(given, Store)  # noqa: S101  the input is requested first
     then = len(tape.history.actions)
     tape.run_backward(loss, loss.store)
-    return _Places().requested(
-        forward, tape.history.actions[then:], given=given, made=loss.store, incoming=loss.store, outgoing=tape.history.outgoing,
-        saves_given=False,
-    )  # fmt: skip
+    backward, outgoing = tuple(tape.history.actions[then:]), tape.history.outgoing
+    return Requested(tuple(forward), backward, given, loss.store, loss.store, outgoing, saves_given=False)

@@ -67,7 +67,7 @@ def own_share(tape: Tape, value: Value, name: str) -> Value:
     """Return this rank's share, along the sequence, of a tensor that all ranks have. It releases ``value``."""
     beside = (f"gradient of the {name}, gathered rank by rank", e * T * h * at_most(1, b - 1))
     made = op.run(
-        tape, value, f"{name}, a share of the sequence", Site(f"{name}: cut along the sequence", CUT), shape=T_p * h,
+        tape, value, f"{name}, a share of the sequence", CUT, shape=T_p * h,
         gradient=f"gradient of the {name}, gathered along the sequence", beside=beside, sends_back=(_GATHERS,),
     )  # fmt: skip
     tape.release(value)

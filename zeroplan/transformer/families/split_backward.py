@@ -19,10 +19,19 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.blocks import Compute
 from zeroplan.transformer.families.definition import Block, definition_of
-from zeroplan.transformer.families.ending import Ending, ending_of, ran_forward
+from zeroplan.transformer.families.ending import Ending, ending_of, ran_to_the_loss
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.tape import Store, Tape, Value
-from zeroplan.transformer.families.traced import Index, Places, Plan, Sizes, incoming_of, of_a_rank, run_forward, structure_of
+from zeroplan.transformer.families.traced import (
+    Plan,
+    Sizes,
+    Stores,
+    incoming_of,
+    numbered,
+    of_a_rank,
+    run_forward,
+    structure_of,
+)
 from zeroplan.transformer.families.widths import is_masked, values_of, widths
 from zeroplan.transformer.parameters import BlockRun, Parameter
 
@@ -62,9 +71,8 @@ class _Planned(NamedTuple):
     """The plan of a structure. ``weights``: each operator's name, its temporaries, and the tensors freed after it."""
 
     plan: Plan
-    is_sharded: bool
-    held: Places
-    weights: tuple[tuple[str, Places, Places], ...]
+    held: Stores
+    weights: tuple[tuple[str, Stores, Stores], ...]
 
 
 def why_not(model: ModelSpec, compute: Compute) -> tuple[str, str] | None:
@@ -86,7 +94,7 @@ def split_block(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch)
     x = widths(model, compute, batch)
     planned = _plan_of(*structure_and_order(model, run, compute, batch))
     numel = tuple(_modules(run.parameters).values())
-    return _split_backward(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), numel)
+    return _split_backward(planned, values_of(model, x, compute.tp if planned.plan.split else 1), numel)
 
 
 def structure_and_order(model: ModelSpec, run: BlockRun, compute: Compute, batch: Batch) -> tuple[Block, tuple[int, ...]]:
@@ -103,7 +111,7 @@ def split_ending(model: ModelSpec, tail: tuple[Parameter, ...], compute: Compute
     x = widths(model, compute, batch)
     modules = _modules(tail)
     planned = _plan_of(ending_of(model, compute, x, "full"), tuple(range(len(modules))))
-    return _split_backward(planned, values_of(model, x, compute.tp if planned.is_sharded else 1), tuple(modules.values()))
+    return _split_backward(planned, values_of(model, x, compute.tp if planned.plan.split else 1), tuple(modules.values()))
 
 
 def _modules(parameters: tuple[Parameter, ...]) -> dict[str, int]:
@@ -139,23 +147,21 @@ def _plan_of(structure: Block | Ending, order: tuple[int, ...]) -> _Planned:
     if isinstance(structure, Block):
         tape.release(output)
         tape.drop(given)
-    index, kept = Index(), {*tape.saved, incoming}
+    kept = {*tape.saved, incoming}
     tape.run_to_inputs(output, incoming)
     moments = [one._replace(stores=tuple([store for store in one.stores if store not in kept])) for one in tape.moments]
-    wide = structure.wide
-    points = index.moments(highest(moments, wide=wide, autocast=False))
-    held = index.of([store for store in tape.alive if store not in kept])
-    left = tape.deferred[::-1]
-    made = [(left[at].operator.name, tape.run_weights(left[at])) for at in order]
-    weights = tuple([(name, index.of(beside), index.of(freed)) for name, (beside, freed) in made])
-    plan = Plan(tuple(index.stores), (), {}, points, (), (), (), (), SPLIT_BACKWARD, {})
-    return _Planned(of_a_rank(plan, whole=False) if structure.sharded else plan, structure.sharded, held, weights)
+    points = numbered(highest(moments, wide=structure.wide, autocast=False))
+    held, left = tuple([store for store in tape.alive if store not in kept]), tape.deferred[::-1]
+    weights = tuple([(left[at].operator.name, *tape.run_weights(left[at])) for at in order])
+    others = (*held, *(store for _, *both in weights for some in both for store in some))
+    plan = Plan(SPLIT_BACKWARD, {}, points, others=others)
+    return _Planned(of_a_rank(plan, whole=False) if structure.sharded else plan, held, weights)
 
 
 def ran_program(structure: Block | Ending) -> tuple[Tape, Store, Value, Store]:
     """Return a program's tape after its forward, its input, its output, and the output's gradient."""
     if isinstance(structure, Ending):
-        tape, loss = ran_forward(structure)
+        tape, loss = ran_to_the_loss(structure)
         _, first = tape.history.actions[0]
         assert isinstance(first, Store)  # noqa: S101  the input is requested first
         return tape, first, loss, loss.store

@@ -6,11 +6,13 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended
 from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, Rotated, gated_mlp
-from zeroplan.transformer.families.definition import GATED_MODULES, Block, ConfigKeys, Definition, Program, Tables
+from zeroplan.transformer.families.definition import Block, Definition, Program, Tables
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import GATED_MODULES
 from zeroplan.transformer.families.tags import AT_ATTENTION_NORM, AT_MLP_NORM
 from zeroplan.transformer.families.tape import Site, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, gated, two_norms
+from zeroplan.transformer.params_gated import alike, dense_block
 from zeroplan.transformer.params_modules import layer_norm
 from zeroplan.transformer.symbols import T, d_4, k_4, q_4, r, s
 
@@ -34,7 +36,7 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block, *, held: list[
     ]
     tape.release(*(rotating for rotating, _ in parts))
     query_whole, key_whole = (
-        op.joined(tape, (one, rest), name, 4 * T * quarter, Site(f"both parts of the {name}", ATTENTION))
+        op.joined(tape, (one, rest), name, 4 * T * quarter, ATTENTION)
         for one, (_, rest), name, quarter in zip(turned, parts, ("queries", "keys"), (q_4, k_4), strict=True)
     )
     held += (*turned, *(rest for _, rest in parts))
@@ -52,20 +54,17 @@ def _layer(tape: Tape, given: Value, block: Block) -> Value:
     """Run one decoder layer. The first norm's result, attention's output and its weights live to the end."""
     normal = op.norm(tape, given, "norm before attention", LAYER_NORM, place=AT_ATTENTION_NORM)
     attended, weights = _attention(tape, normal, block)
-    site = Site("residual addition", LAYER)
-    middle = op.add(tape, given, attended, "residual stream between attention and MLP", site)
+    middle = op.add(tape, given, attended, "residual stream between attention and MLP", LAYER)
     second = op.norm(tape, middle, "norm before the MLP", LAYER_NORM, place=AT_MLP_NORM)
     branch = gated_mlp(tape, second, block, f"{STABLELM}, StableLmMLP.forward")
     tape.release(second)
-    made = op.add(tape, middle, branch, "block output", site)
+    made = op.add(tape, middle, branch, "block output", LAYER)
     tape.release(middle, branch, normal, attended, weights)
     return made
 
 
 def _tensors(model: ModelSpec) -> Layout:
-    attention = attention_of(model, bias=model.attention_bias, output_bias=False)
-    block = (*attention, *gated("mlp", model, model.intermediate_size), *two_norms(model, layer_norm))
-    return alike(model, block, layer_norm)
+    return alike(model, dense_block(model, output_bias=False, norm=layer_norm), layer_norm)
 
 
 _CONFIG = ConfigKeys(

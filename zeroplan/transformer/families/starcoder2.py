@@ -4,9 +4,11 @@ from functools import partial
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families.decoder import LAYER_NORM, Attention, layer, layer_of, two_layer_mlp
-from zeroplan.transformer.families.definition import ATTENTION_MODULES, ConfigKeys, Definition, before_and_after
+from zeroplan.transformer.families.definition import Definition
+from zeroplan.transformer.families.keys import ConfigKeys
+from zeroplan.transformer.families.module_names import ATTENTION_MODULES, before_and_after
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.params_gated import alike, attention_of, two_norms
+from zeroplan.transformer.params_gated import alike, dense_block
 from zeroplan.transformer.params_modules import layer_norm, linear
 
 STARCODER2 = "transformers 5.23, models/starcoder2/modeling_starcoder2.py, Starcoder2"
@@ -17,7 +19,7 @@ _LAYER = layer(layer_of(STARCODER2, LAYER_NORM, Attention(f"{STARCODER2}Attentio
 def _tensors(model: ModelSpec) -> Layout:
     hidden, width = model.hidden_size, model.intermediate_size
     mlp = (*linear("mlp.c_fc", hidden, width, bias=True), *linear("mlp.c_proj", width, hidden, bias=True))
-    return alike(model, (*attention_of(model, bias=True), *mlp, *two_norms(model, layer_norm)), layer_norm)
+    return alike(model, dense_block(model, bias=True, mlp=mlp, norm=layer_norm), layer_norm)
 
 
 _CONFIG = ConfigKeys(

@@ -45,7 +45,7 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
     name, site = "input of Mamba-2, scaled", Site("joint projection of gate, x, B, C and dt", MIXER, layer="in_proj")
     entry = op.without_padding(tape, normal, MIXER, padded=block.padded)
     if multiplied:
-        entry = op.scaled(tape, entry, name, Site(name, FALCON))
+        entry = op.scaled(tape, entry, name, FALCON)
     joint = op.linear(tape, entry, inner + inner + 2 * side + A, site)
     if multiplied:
         joint = _times_vector(tape, joint, 4 if block.casts_inputs and not block.by_kernels else r)
@@ -55,7 +55,7 @@ def mixer(tape: Tape, normal: Value, block: Block, *, multiplied: bool = False) 
         return made
     gate, bare, rates = op.chunk(tape, joint, (T * inner, T * (inner + 2 * side), T * A), Site("gate, x, B, C and dt", MIXER))
     out = op.convolution(tape, bare, inner + 2 * side, l, Site("convolution", MIXER), bias=True)
-    active = op.pointwise(tape, out, "silu of the convolution", Site("convolution: silu", MIXER))
+    active = op.pointwise(tape, out, "silu of the convolution", MIXER)
     tape.release(out)
     if multiplied:
         wide = op.cast(tape, active, bare.dtype, Site("silu of the convolution, in the dtype of its input", FALCON))
@@ -102,8 +102,8 @@ def _times_vector(tape: Tape, joint: Value, stored: Width) -> Value:
 
 
 def _gated(tape: Tape, value: Value, gate: Value) -> Value:
-    active = op.pointwise(tape, gate, "silu of the gate", Site("gate: silu", FALCON))
-    made = op.product(tape, value, active, "scan's output times its gate", Site("gating of the scan", FALCON))
+    active = op.pointwise(tape, gate, "silu of the gate", FALCON)
+    made = op.product(tape, value, active, "scan's output times its gate", FALCON)
     tape.release(active)
     return made
 
@@ -111,8 +111,8 @@ def _gated(tape: Tape, value: Value, gate: Value) -> Value:
 def _gated_norm(tape: Tape, value: Value, gate: Value) -> Value:
     """Multiply by SiLU of the gate in fp32, and normalise each group."""
     wide = op.cast(tape, gate, 4, Site("gate of the norm", MIXER))
-    active = op.pointwise(tape, wide, "silu of the gate", Site("gate: silu", MIXER))
-    gated = op.product(tape, value, active, "scan's output times its gate", Site("gating of the scan", MIXER))
+    active = op.pointwise(tape, wide, "silu of the gate", MIXER)
+    gated = op.product(tape, value, active, "scan's output times its gate", MIXER)
     tape.release(wide, active)
     made = op.norm(tape, gated, "norm of the scan's output", NORM, weight=A * I, rows=T * J)
     tape.release(gated)
@@ -143,10 +143,10 @@ def _scan(tape: Tape, given: tuple[Value, ...], decay: tuple[Store, Store], bloc
     chunked = _in_chunks(tape, _Chunked(*_times_step(tape, wide, step, decay), keys, queries), block)
     inside, summed, *held = _inside(tape, chunked, block)
     earlier, *also_held = _from_earlier_chunks(tape, chunked, summed, block)
-    added = op.add(tape, inside, earlier, "output of the scan", Site("sum of a chunk's and earlier chunks' output", SCAN))
-    whole = op.run(tape, added, "output of the scan, in order", Site("output in order", SCAN))
+    added = op.add(tape, inside, earlier, "output of the scan", SCAN)
+    whole = op.run(tape, added, "output of the scan, in order", SCAN)
     tape.release(added)
-    made = op.add(tape, whole, skipped, "output of the scan, and x", Site("sum of scan and x", SCAN))
+    made = op.add(tape, whole, skipped, "output of the scan, and x", SCAN)
     tape.release(whole)
     (cut,) = op.slices(tape, made, (T * A * I,), Site("output, cut", SCAN))
     tape.release(made, skipped, step, summed, inside, earlier, *chunked, *held, *also_held)
@@ -155,13 +155,13 @@ def _scan(tape: Tape, given: tuple[Value, ...], decay: tuple[Store, Store], bloc
 
 def _step(tape: Tape, bare: Value) -> Value:
     """Return dt: its bias added, softplus, clamped. Autocast runs softplus in fp32."""
-    raised = op.plus_bias(tape, bare, A, "dt and its bias", Site("dt: bias", SCAN))
+    raised = op.plus_bias(tape, bare, A, "dt and its bias", SCAN)
     wide = op.cast(tape, raised, 4 if tape.autocast else raised.dtype, Site("dt", SCAN))
     tape.release(raised)
-    soft = op.pointwise(tape, wide, "softplus of dt", Site("dt: softplus", SCAN))
+    soft = op.pointwise(tape, wide, "softplus of dt", SCAN)
     tape.release(wide)
     beside = ("where no limit of dt was met", 2 * soft.shape)
-    made = op.run(tape, soft, "dt", Site("dt: clamp", SCAN), saved=(soft,), gradient="gradient of the softplus", beside=beside)
+    made = op.run(tape, soft, "dt", SCAN, saved=(soft,), gradient="gradient of the softplus", beside=beside)
     tape.release(soft)
     return made
 
@@ -169,10 +169,7 @@ def _step(tape: Tape, bare: Value) -> Value:
 def _for_each_head(tape: Tape, value: Value, name: str) -> Value:
     """Return a copy for every head of the group."""
     wide = op.cast(tape, value, 4, Site(f"{name} in fp32", SCAN))
-    made = op.run(
-        tape, wide, f"{name}, repeated for each head", Site(f"{name}, repeated", SCAN), shape=T * A * D,
-        gradient=f"gradient of {name}",
-    )  # fmt: skip
+    made = op.run(tape, wide, f"{name}, repeated for each head", SCAN, shape=T * A * D, gradient=f"gradient of {name}")
     tape.release(wide)
     return made
 
@@ -182,9 +179,9 @@ def _skipped(tape: Tape, x: Value) -> Value:
     filled = _filled_up(tape, x, "x beside the scan", VALUES)
     unsummed = "gradient of its weight, not yet summed", 4 * VALUES, SCAN
     backward = op.in_turn(op.makes("gradient of x beside the scan", SCAN, filled), op.trains(A, unsummed=unsummed))
-    site, saved = Site("x beside the scan: weight", SCAN), () if tape.mode.weights_frozen else (filled,)
+    saved = () if tape.mode.weights_frozen else (filled,)
     made = op.run(
-        tape, filled, "x beside the scan, times its weight", site, dtype=4, saved=saved, backward=backward, weights="own"
+        tape, filled, "x beside the scan, times its weight", SCAN, dtype=4, saved=saved, backward=backward, weights="own"
     )
     tape.release(filled)
     return made
@@ -197,8 +194,7 @@ def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -
     unsummed = "gradient of the rates of decay, not yet summed", 4 * T * A, SCAN
     backward = op.in_turn(op.makes("gradient of dt", SCAN, again), op.trains(A, unsummed=unsummed))
     saved = (decay[1],) if tape.mode.weights_frozen else (again.store, *decay)
-    site = Site("decay", SCAN)
-    made = op.run(tape, again, "logarithms of decay", site, dtype=4, saved=saved, backward=backward, weights="own")
+    made = op.run(tape, again, "logarithms of decay", SCAN, dtype=4, saved=saved, backward=backward, weights="own")
     tape.release(x, once, again)
     tape.drop(*(() if tape.mode.weights_frozen else decay[:1]))
     return stepped, made
@@ -206,8 +202,7 @@ def _times_step(tape: Tape, x: Value, step: Value, decay: tuple[Store, Store]) -
 
 def _filled_up(tape: Tape, value: Value, name: str, shape: Size) -> Value:
     """``F.pad``. It copies even if it pads nothing."""
-    site = Site(f"{name}, filled up", SCAN)
-    return op.run(tape, value, f"{name}, filled up to whole chunks", site, shape=shape, gradient=f"gradient of {name}")
+    return op.run(tape, value, f"{name}, filled up to whole chunks", SCAN, shape=shape, gradient=f"gradient of {name}")
 
 
 def _in_chunks(tape: Tape, bare: _Chunked, block: Block) -> _Chunked:
@@ -253,7 +248,7 @@ def _einsum(tape: Tape, first: Value, second: Value, reason: str, shape: Size, c
 
 def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
     """``exp(segment_sum(x))`` over rows of ``n``: the decay between each pair. Autograd saves both masks."""
-    pairs, site = value.shape * n, Site(f"{name}: sums", SUM)
+    pairs = value.shape * n
     masks = [tape.make(op.TENSOR, f"{name}: mask, booleans", n * n, SUM) for _ in range(2)]
     spread = Value(tape.hold(value.store), 4, pairs)
 
@@ -262,10 +257,10 @@ def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
 
     tape.add(f"{name}: rows", (spread,), (), summed_up, of=(value,))
     of = f"gradient of the {name}"
-    below = op.run(tape, spread, f"{name}: terms", site, shape=pairs, saved=(masks[0],), gradient=of)
+    below = op.run(tape, spread, f"{name}: terms", SUM, shape=pairs, saved=(masks[0],), gradient=of)
     tape.release(spread)
-    total = op.run(tape, below, f"{name}: sums", site, gradient=of, beside=("gradient turned round and summed up", 8 * pairs))
-    masked = op.run(tape, total, f"{name}: logarithms", site, saved=(masks[1],), gradient=of)
+    total = op.run(tape, below, f"{name}: sums", SUM, gradient=of, beside=("gradient turned round and summed up", 8 * pairs))
+    masked = op.run(tape, total, f"{name}: logarithms", SUM, saved=(masks[1],), gradient=of)
     tape.drop(*masks)
     tape.release(below, total)
     made = op.exponential(tape, masked, name, SCAN)
@@ -280,13 +275,13 @@ def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
     """Return attention within each chunk, the cumulative decay, and other tensors that variables hold."""
     several, single = block.chunks == "several", block.chunks == "single"
     summed = op.run(
-        tape, given.decay, "decay, summed up within chunks", Site("decay, summed up", SCAN), gradient="gradient of the decay",
+        tape, given.decay, "decay, summed up within chunks", SCAN, gradient="gradient of the decay",
         beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
     )  # fmt: skip
     decays = _segment_sum(tape, given.decay, Q, "decay between tokens")
     copied = (not single, not single, False)
     scores = _einsum(tape, given.queries, given.keys, "scores of tokens", FILLED * Q * A, copied)
-    attention = op.product(tape, scores, decays, "scores, decayed", Site("decay of the scores", SCAN))
+    attention = op.product(tape, scores, decays, "scores, decayed", SCAN)
     made = _einsum(tape, attention, given.x, "output within chunks", VALUES, (False, several, not single))
     return made, summed, decays, scores, attention
 
@@ -294,8 +289,7 @@ def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
 def _from_earlier_chunks(tape: Tape, given: _Chunked, summed: Value, block: Block) -> tuple[Value, ...]:
     """Return the contribution of earlier chunks to each token, and other tensors that variables hold."""
     several, single = block.chunks == "several", block.chunks == "single"
-    site = Site("decay to a chunk's end", SCAN)
-    rest = op.run(tape, summed, "logarithms of decay to a chunk's end", site, gradient="gradient of the decay to a chunk's end")
+    rest = op.run(tape, summed, "logarithms of decay to a chunk's end", SCAN, gradient="gradient of the decay to a chunk's end")
     shrinking = op.exponential(tape, rest, "decay to a chunk's end", SCAN)
     tape.release(rest)
     decayed = op.times_per_row(tape, given.keys, shrinking, "B, decayed to a chunk's end", 4, SCAN)
@@ -314,25 +308,18 @@ def _states_before(tape: Tape, own: Value, summed: Value, block: Block) -> tuple
     first = Value(
         tape.make(op.TENSOR, "state before the first chunk", own.dtype * b * of_a_chunk, SCAN), own.dtype, b * of_a_chunk
     )
-    states = op.joined(tape, (own,), "states of chunks, after a first one", b * chunks * of_a_chunk, Site("all states", SCAN))
+    states = op.joined(tape, (own,), "states of chunks, after a first one", b * chunks * of_a_chunk, SCAN)
     tape.release(own)
     (last,) = op.slices(tape, summed, (b * A * Z,), Site("decay of whole chunks", SCAN))
     filled = op.run(
-        tape, last, "decay of whole chunks, after a first one", Site("decay of whole chunks", SCAN), shape=b * A * chunks,
+        tape, last, "decay of whole chunks, after a first one", SCAN, shape=b * A * chunks,
         gradient="gradient of the decay of whole chunks",
     )  # fmt: skip
     tape.release(last)
     decays = _segment_sum(tape, filled, chunks, "decay between chunks")
     tape.release(filled)
     is_copied = block.chunks != "single"
-    carried = _einsum(
-        tape,
-        decays,
-        states,
-        "states after chunks",
-        b * chunks * of_a_chunk,
-        (False, is_copied, is_copied),
-    )
+    carried = _einsum(tape, decays, states, "states after chunks", b * chunks * of_a_chunk, (False, is_copied, is_copied))
     tape.release(states)
     (before,) = op.slices(tape, carried, (STATES,), Site("states before chunks", SCAN))
     tape.release(carried)

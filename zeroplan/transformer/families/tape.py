@@ -127,8 +127,8 @@ class Mode(NamedTuple):
     """One function runs a norm: its input, the weight's elements, the rows."""
     rotary: "Callable[[Tape, Value, Site], Value] | None" = None
     """One function rotates queries, or keys."""
-    gate: "Callable[[Tape, Value, Value, str, str], Value] | None" = None
-    """One function multiplies ``up`` by the activated gate: both, the product's reason, its name."""
+    gate: "Callable[[Tape, Value, Value, str], Value] | None" = None
+    """One function multiplies ``up`` by the activated gate: both, and the product's reason."""
     fused: tuple[str, ...] = ()
     """Parts that fused kernels replace, as ``RecipeSpec.fused_kernels`` names and explains them."""
     latent_experts: bool = False
@@ -549,9 +549,11 @@ class Tape:
                 self.drop(value.copy)
                 value.copy = None
 
-    def temporary(self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1) -> Store:
+    def temporary(
+        self, reason: str, size: Size, source: str, tag: Tag = PLAIN, *, pieces: int = 1, kind: Kind = Kind.TEMPORARY
+    ) -> Store:
         """Allocate a tensor that is freed when the operator ends."""
-        store = self.make(Kind.TEMPORARY, reason, size, source, tag)
+        store = self.make(kind, reason, size, source, tag)
         store.pieces = pieces
         self.scratch.append(store)
         return store

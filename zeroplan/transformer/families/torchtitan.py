@@ -70,7 +70,7 @@ def _rotated(tape: Tape, query: Value, key: Value, rotations: Store | None = Non
     for one, name in zip(wide, names, strict=True):
         turned.append(
             op.run(
-                tape, one, f"{name}, turned, fp32", Site(f"rotary positions of the {name}", ROTARY), dtype=4,
+                tape, one, f"{name}, turned, fp32", ROTARY, dtype=4,
                 gradient=f"gradient of the {name}, fp32", beside=("conjugate rotations", conjugate),
                 saved=() if rotations is None else (rotations,),
             )

@@ -5,8 +5,9 @@ tensors' bytes for one batch, or for a column of batches.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from zeroplan.errors import SpecError
@@ -62,67 +63,50 @@ def program_of(family: str) -> Program:
 EXCESS = "attention, beyond the later peak"
 CUDA_EXCESS = "tensors in fp32 under autocast, beyond the later peak, on CUDA"
 
-Places = tuple[int, ...]
-"""Indexes of tensors or weights in a plan."""
-
-
-class Placed(NamedTuple):
-    """A moment (:class:`Alive`), with indexes for its tensors and weights."""
-
-    name: str
-    stores: Places
-    gradients: Places
-    current: Places
-    casts: Places
-    place: Place
-    before: Places
+Stores = tuple[Store, ...]
+Elements = tuple[Size, ...]
+"""Elements of weights."""
 
 
 class Forward(NamedTuple):
     """A forward: its moments until its end, its kept tensors, and the tensors alive when the experts begin."""
 
-    moments: tuple[Placed, ...]
-    kept: Places
-    before_experts: Places
-
-
-class PlacedArrival(NamedTuple):
-    """Weight gradients reach their weights (:class:`Arrival`), with indexes for gradients and tensors."""
-
-    gradients: Places
-    stores: Places
+    moments: tuple[Alive, ...]
+    kept: Stores
+    before_experts: Stores
 
 
 class Plan(NamedTuple):
     """The record of one structure's runs, with expressions for sizes."""
 
-    stores: tuple[Store, ...]
-    weights: tuple[Size, ...]
-    """Elements of weights."""
+    source: str
     forwards: Mapping[Recompute, Forward]
     """Without a checkpoint; and in the checkpoints that a backward may run again."""
-    points: tuple[Placed, ...]
-    casts: Places
+    points: tuple[Alive, ...]
+    casts: Elements = ()
     """Weights whose autocast copies live to the backward."""
-    cached: Places
+    cached: Elements = ()
     """Weights whose copies live to the end of the forward."""
-    selective: Places
+    selective: Stores = ()
     """Tensors that selective recomputation keeps: every second plain matrix product, and the outputs of attention's kernel."""
-    given: Places
-    source: str
-    again: Mapping[Recompute, tuple[Placed, ...]]
+    given: Stores = ()
+    again: Mapping[Recompute, tuple[Alive, ...]] = {}
     """Moments of a recomputation that may exceed every moment of the backward."""
-    arrivals: tuple[PlacedArrival, ...] = ()
-    on_host: Places = ()
+    arrivals: tuple[Arrival, ...] = ()
+    on_host: Stores = ()
     """Copies in host memory of the block's saved tensors."""
-    handed: Places = ()
+    handed: Stores = ()
     """Tensors that layers above read too."""
-    arriving: Places = ()
+    arriving: Stores = ()
     """What layers above leave for the backward beside the residual stream's gradient."""
-    leaving: Places = ()
+    leaving: Stores = ()
     """The same when the backward is done."""
+    others: Stores = ()
+    """Other tensors that a caller needs as lines."""
     names: Mapping[str, str] = {}
     """Symbols whose names in formulas differ from those of sizes."""
+    split: bool = False
+    """It is that of one tensor-parallel rank."""
 
     def __eq__(self, other: object) -> bool:
         """Whether the other is this very plan: caches keyed on plans must be fast."""
@@ -137,56 +121,49 @@ class Plan(NamedTuple):
         return id(self)
 
     @property
-    def saved(self) -> Places:
+    def saved(self) -> Stores:
         """Tensors that live from the forward to the backward without a checkpoint."""
         return self.forwards["none"].kept
 
     @property
-    def input_apart(self) -> Places:
+    def input_apart(self) -> Stores:
         """The block's inputs, unless the block saves them."""
-        return tuple([place for place in self.given if place not in self.saved])
+        return tuple([one for one in self.given if one not in self.saved])
+
+    def moments(self) -> Iterator[Alive]:
+        """Yield all moments."""
+        runs = (*(one.moments for one in self.forwards.values()), self.points, *self.again.values())
+        return chain.from_iterable(runs)
+
+    def stores(self) -> Stores:
+        """Return all tensors, each once."""
+        kept = [some for one in self.forwards.values() for some in (one.kept, one.before_experts)]
+        moments = [some for one in self.moments() for some in (one.stores, one.before)]
+        beside = (self.selective, self.given, self.on_host, self.handed, self.arriving, self.leaving, self.others)
+        return tuple(dict.fromkeys(chain(*kept, *moments, *(one.stores for one in self.arrivals), *beside)))
+
+    def weights(self) -> Elements:
+        """Return the elements of all weights, each number once."""
+        moments = [some for one in self.moments() for some in (one.gradients, one.current, one.casts)]
+        return tuple(dict.fromkeys(chain(*moments, *(one.gradients for one in self.arrivals), self.casts, self.cached)))
 
 
-class Index:
-    """Assigns every tensor and every size of a weight an index, in the order of first use."""
+def numbered(moments: Iterable[Alive]) -> tuple[Alive, ...]:
+    """Return moments with numbers in repeated names."""
+    named = Counter[str]()
+    found = list[Alive]()
+    for one in moments:
+        named[one.name] += 1
+        times = named[one.name]
+        found.append(one if times == 1 else one._replace(name=f"{one.name} ({times})"))
+    return tuple(found)
 
-    def __init__(self) -> None:
-        """Begin without any."""
-        self.stores: dict[Store, int] = {}
-        self.weights: dict[Size, int] = {}
 
-    def of(self, stores: Iterable[Store]) -> Places:
-        """Return the indexes of tensors."""
-        return tuple(self.stores.setdefault(store, len(self.stores)) for store in stores)
-
-    def elements(self, sizes: Iterable[Size]) -> Places:
-        """Return the indexes of weights."""
-        return tuple(self.weights.setdefault(size, len(self.weights)) for size in sizes)
-
-    def moments(self, moments: Iterable[Alive]) -> tuple[Placed, ...]:
-        """Return moments with indexes. It numbers repeated names."""
-        named = Counter[str]()
-        placed = list[Placed]()
-        for one in moments:
-            named[one.name] += 1
-            times = named[one.name]
-            placed.append(self._placed(one, one.name if times == 1 else f"{one.name} ({times})"))
-        return tuple(placed)
-
-    def _placed(self, one: Alive, name: str) -> Placed:
-        stores = self.of(one.stores)
-        made, making, copied = map(self.elements, (one.gradients, one.current, one.casts))
-        return Placed(name, stores, made, making, copied, one.place, self.of(one.before))
-
-    def arrivals(self, arrivals: Iterable[Arrival]) -> tuple[PlacedArrival, ...]:
-        """Return arrivals with indexes."""
-        return tuple([PlacedArrival(self.elements(one.gradients), self.of(one.stores)) for one in arrivals])
-
-    def forward(self, tape: Tape, kept: Iterable[Store], dtypes: dict[str, bool]) -> Forward:
-        """Return the forward that a tape has run."""
-        moments = highest(tape.moments, **dtypes)
-        end = () if moments[-1] == tape.moments[-1] else tape.moments[-1:]
-        return Forward(self.moments((*moments, *end)), self.of(kept), self.of(tape.alive_at_forward.get(Module.EXPERTS, ())))
+def ran_forward(tape: Tape, kept: Iterable[Store], dtypes: dict[str, bool]) -> Forward:
+    """Return the forward that a tape has run."""
+    moments = highest(tape.moments, **dtypes)
+    end = () if moments[-1] == tape.moments[-1] else tape.moments[-1:]
+    return Forward((*moments, *end), tuple(kept), tape.alive_at_forward.get(Module.EXPERTS, ()))
 
 
 def traced_block(model: ModelSpec, kind: str, compute: Compute, x: Widths, recompute: Recompute) -> BlockPass:
@@ -443,31 +420,38 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
 
 
 def _plan_of(structure: Block, tape: Tape, given: Value, output: Value, checkpoints: tuple[Recompute, ...]) -> Plan:
-    """Run the backward of a program that has run forward, and its forwards in checkpoints. Return all with indexes."""
-    index, source = Index(), program_of(structure.family).source
+    """Run the backward of a program that has run forward, and its forwards in checkpoints."""
     dtypes = {"wide": structure.wide, "autocast": structure.autocast, "latent": structure.family in LATENT_FAMILIES}
-    kept = (given.store, *tape.history.in_nodes) if structure.offloaded else tape.saved
-    forward, casts, cached = index.forward(tape, kept, dtypes), index.elements(tape.casts), index.elements(tape.cached)
+    plain = ran_forward(tape, (given.store, *tape.history.in_nodes) if structure.offloaded else tape.saved, dtypes)
+    casts, cached = tuple(tape.casts), tuple(tape.cached)
     ran = _run_backward(tape, structure, given, output, checkpoints)
     by_place = structure.training is not None and structure.training.keeps_inputs
-    points = index.moments(_highest_at(tape.moments, dtypes, by_place=by_place))
+    points = _highest_at(tape.moments, dtypes, by_place=by_place)
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
-    reruns = {recompute: index.moments(above(moments)) for recompute, moments in ran.items()}
-    selective = index.of(tape.selected.stores())
 
-    def run(keeping: bool) -> Tape:  # noqa: FBT001  the one thing it asks
-        return run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0]
+    def forward(*, keeping: bool) -> Forward:
+        again = run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0]
+        handed = with_twins(again.history.handed)
+        kept = (*again.checkpoint_of(given.store), *handed, *(again.selected.stores() if keeping else ()))
+        return ran_forward(again, kept, dtypes)
 
-    made = forwards(index, forward, given.store, run, dtypes, checkpoints)
-    places, arrivals = index.of(tape.checkpoint_of(given.store)), index.arrivals(tape.gradients.arrivals)
-    on_host = () if tape.host is None else index.of(tape.host.copies)
-    handed, (arriving, leaving) = index.of(with_twins(tape.history.handed)), map(index.of, _beside_the_stream(tape))
-    stores, weights = tuple(index.stores), tuple(index.weights)
+    arriving, leaving = _beside_the_stream(tape)
     return Plan(
-        stores, weights, made, points, casts, cached, selective, places, source, reruns, arrivals, on_host, handed, arriving,
-        leaving,
-        names_in_formulas(structure.heads, wide_mlp=structure.own is not None and structure.own.keys == "shared"),
-    )  # fmt: skip
+        program_of(structure.family).source,
+        {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}},
+        numbered(points),
+        casts,
+        cached,
+        selective=tape.selected.stores(),
+        given=tape.checkpoint_of(given.store),
+        again={recompute: numbered(above(moments)) for recompute, moments in ran.items()},
+        arrivals=tuple(tape.gradients.arrivals),
+        on_host=() if tape.host is None else tuple(tape.host.copies),
+        handed=with_twins(tape.history.handed),
+        arriving=arriving,
+        leaving=leaving,
+        names=names_in_formulas(structure.heads, wide_mlp=structure.own is not None and structure.own.keys == "shared"),
+    )
 
 
 def _beside_the_stream(tape: Tape) -> tuple[tuple[Store, ...], tuple[Store, ...]]:
@@ -503,23 +487,9 @@ def incoming_of(output: Value, structure: Block) -> Store:
 def of_a_rank(plan: Plan, *, whole: bool) -> Plan:
     """Return the plan of one tensor-parallel rank: its share of every split width. ``whole``: it has all tokens."""
     shares = SHARES | ({T_p.text: T} if whole else {})
-    for store in plan.stores:
+    for store in plan.stores():
         store.size = store.size.replacing(shares)
-    return plan._replace(weights=tuple(weight.replacing(shares) for weight in plan.weights))
-
-
-def forwards(
-    index: Index, plain: Forward, given: Store, run: Callable[[bool], Tape], dtypes: dict[str, bool],
-    checkpoints: tuple[Recompute, ...],
-) -> dict[Recompute, Forward]:  # fmt: skip
-    """Return the forwards without a checkpoint and in these. ``run`` gets whether it is a selective one."""
-
-    def forward(*, keeping: bool) -> Forward:
-        tape = run(keeping)
-        kept = (*tape.checkpoint_of(given), *with_twins(tape.history.handed), *(tape.selected.stores() if keeping else ()))
-        return index.forward(tape, kept, dtypes)
-
-    return {"none": plain, **{one: forward(keeping=one == "selective") for one in checkpoints}}
+    return plan._replace(split=True)
 
 
 def _run_again(moments: list[Alive]) -> list[Alive]:
@@ -656,9 +626,11 @@ def _block_input(tape: Tape, given: Store | None, shape: Size, dtype: Size, sour
 class Texts(NamedTuple):
     """The parts of a plan's lines that are the same for every batch."""
 
-    sizes: tuple[Size, ...]
-    """All sizes, each once."""
-    size_of: Places
+    stores: Stores
+    weights: Elements
+    sizes: Elements
+    """The sizes of all tensors, each once."""
+    size_of: tuple[int, ...]
     """The index of each tensor's size."""
     kinds: tuple[Kind, ...]
     words: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[Tag, ...]]
@@ -667,42 +639,43 @@ class Texts(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _texts(plan: Plan) -> Texts:
+    stores = plan.stores()
     places: dict[Size, int] = {}
-    size_of = tuple([places.setdefault(store.size, len(places)) for store in plan.stores])
-    stores = plan.stores
+    size_of = tuple([places.setdefault(store.size, len(places)) for store in stores])
     words = (
         tuple([store.reason for store in stores]),
         tuple([renamed(store.size.text, plan.names) for store in stores]),
         tuple([store.source for store in stores]),
         tuple([store.tag for store in stores]),
     )
-    return Texts(tuple(places), size_of, tuple([store.kind for store in stores]), words)
+    return Texts(stores, plan.weights(), tuple(places), size_of, tuple([store.kind for store in stores]), words)
 
 
 @lru_cache(maxsize=256)
-def _backward(plan: Plan, recompute: Recompute) -> tuple[Placed, ...]:
+def _backward(plan: Plan, recompute: Recompute) -> tuple[Alive, ...]:
     """Return the moments of the backward, including those of the recomputation."""
     return (*plan.again.get(recompute, ()), *plan.points)
 
 
 @lru_cache(maxsize=256)
-def _arrivals(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Places], ...]:
+def _arrivals(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Stores], ...]:
     """Return at each arrival the elements of gradients so far, and the live tensors, with a checkpoint's input."""
-    beside = () if recompute == "none" else plan.input_apart
-    return tuple((_sum(weights, one.gradients), (*beside, *one.stores)) for one in plan.arrivals)
+    beside, numbers = () if recompute == "none" else plan.input_apart, dict(zip(_texts(plan).weights, weights, strict=True))
+    return tuple((_sum(numbers, one.gradients), (*beside, *one.stores)) for one in plan.arrivals)
 
 
 @lru_cache(maxsize=256)
 def _elements(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
     """Return for each moment of the backward the elements of weight gradients made, of those being made, and of casts."""
+    numbers = dict(zip(_texts(plan).weights, weights, strict=True))
     return tuple(
-        (_sum(weights, one.gradients), _sum(weights, one.current), _sum(weights, one.casts))
+        (_sum(numbers, one.gradients), _sum(numbers, one.current), _sum(numbers, one.casts))
         for one in _backward(plan, recompute)
     )
 
 
-def _sum(numbers: Sequence[int], places: Places) -> int:
-    return sum(map(numbers.__getitem__, places))
+def _sum(numbers: Mapping[Size, int], sizes: Elements) -> int:
+    return sum(map(numbers.__getitem__, sizes))
 
 
 #: Makes a line of its fields in their order. Faster than keywords, for hundreds of lines.
@@ -717,30 +690,32 @@ class Sizes:
         self.plan, texts = plan, _texts(plan)
         numbers = [size.value(values) for size in texts.sizes]
         self.element = values["e"]
-        self.n_bytes = list(map(numbers.__getitem__, texts.size_of))
-        """The bytes of each tensor."""
-        self._lines = list(map(_line, zip(texts.kinds, self.n_bytes, *texts.words, strict=True)))
-        self._weights = tuple([int(size.value(values)) for size in plan.weights])
+        n_bytes = list(map(numbers.__getitem__, texts.size_of))
+        self._n_bytes = dict(zip(texts.stores, n_bytes, strict=True))
+        self._lines = dict(zip(texts.stores, map(_line, zip(texts.kinds, n_bytes, *texts.words, strict=True)), strict=True))
+        own = values if not plan.split else {**values, **{name: share.value(values) for name, share in SHARES.items()}}
+        self._weights = tuple([int(size.value(own)) for size in texts.weights])
+        self._elements = dict(zip(texts.weights, self._weights, strict=True))
 
-    def lines(self, places: Places) -> tuple[Line, ...]:
+    def lines(self, stores: Stores) -> tuple[Line, ...]:
         """Return tensors as lines."""
-        return tuple(map(self._lines.__getitem__, places))
+        return tuple(map(self._lines.__getitem__, stores))
 
-    def total(self, places: Places) -> Int:
+    def total(self, stores: Stores) -> Int:
         """Return the sum of tensors. [bytes]"""
-        total: Int = sum(map(self.n_bytes.__getitem__, places))
+        total: Int = sum(map(self._n_bytes.__getitem__, stores))
         return total
 
-    def elements(self, places: Places) -> int:
+    def elements(self, sizes: Elements) -> int:
         """Return the sum of weights, which does not depend on the batch. [elements]"""
-        return _sum(self._weights, places)
+        return _sum(self._elements, sizes)
 
     def points(self, recompute: Recompute) -> tuple[BackwardPoint, ...]:
         """Return the moments of the backward."""
         moments, counts = _backward(self.plan, recompute), _elements(self.plan, recompute, self._weights)
         return tuple([self._point(moment, *count) for moment, count in zip(moments, counts, strict=True)])
 
-    def _point(self, moment: Placed, made: int, making: int, copied: int) -> BackwardPoint:
+    def _point(self, moment: Alive, made: int, making: int, copied: int) -> BackwardPoint:
         lines, before = self.lines(moment.stores), self.lines(moment.before)
         return BackwardPoint(moment.name, lines, made, making, copied, place=moment.place, before=before)
 
@@ -778,11 +753,11 @@ def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> B
 class Top(NamedTuple):
     """A forward as engines need it: the unkept tensors alive at its end, and moments that may be higher."""
 
-    last: Places
-    end: Places
+    last: Stores
+    end: Stores
     """All tensors alive at the end."""
-    earlier: tuple[Placed, ...]
-    narrow: tuple[Placed, ...] | None
+    earlier: tuple[Alive, ...]
+    narrow: tuple[Alive, ...] | None
     """The earlier moments without tensors that only CUDA's autocast makes in fp32; None if the block has no such tensor."""
 
 
@@ -790,8 +765,8 @@ class Top(NamedTuple):
 def _top_of(plan: Plan, recompute: Recompute) -> Top:
     moments, kept, _ = plan.forwards[recompute]
     *earlier, end = moments
-    last = tuple([place for place in end.stores if place not in kept])
-    wide = {place for place, store in enumerate(plan.stores) if store.tag.off_gpu is OffGpu.HALF}
+    last = tuple([store for store in end.stores if store not in kept])
+    wide = {store for store in _texts(plan).stores if store.tag.off_gpu is OffGpu.HALF}
     narrow = tuple([moment for moment in earlier if wide.isdisjoint(moment.stores)]) if wide else None
     return Top(last, (*last, *kept), tuple(earlier), narrow)
 
@@ -799,7 +774,7 @@ def _top_of(plan: Plan, recompute: Recompute) -> Top:
 class Within(NamedTuple):
     """Moments of a forward, and the extra bytes alive then."""
 
-    moments: tuple[Placed, ...]
+    moments: tuple[Alive, ...]
     n_bytes: Int
 
 
@@ -817,11 +792,11 @@ def top(
     plan, top = sizes.plan, _top_of(sizes.plan, recompute)
     at_end, every = sizes.total(top.end), sizes.elements((*plan.casts, *plan.cached)) if autocast else 0
 
-    def beyond_end(moment: Placed) -> Int:
+    def beyond_end(moment: Alive) -> Int:
         casts = every - sizes.elements(moment.casts) if autocast else 0
         return sizes.total(moment.stores) - sizes.element * casts - at_end
 
-    def excess_of(some: tuple[Placed, ...]) -> Int:
+    def excess_of(some: tuple[Alive, ...]) -> Int:
         most: Int = 0
         for moment in some:
             most = maximum(most, beyond_end(moment))

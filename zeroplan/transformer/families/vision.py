@@ -9,9 +9,9 @@ from zeroplan.expr import Size
 from zeroplan.ledger import Module
 from zeroplan.numeric import Int, maximum
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import Activation
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import Recompute
+from zeroplan.spec.traits import Activation
 from zeroplan.spec.vision import VisionSpec
 from zeroplan.transformer.blocks import BlockPass, Compute
 from zeroplan.transformer.families import mllama
@@ -53,7 +53,7 @@ def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
     whole = context
     if block.attention != "flash":
-        whole = op.joined(tape, (context,), "attention of all images", T * c, Site("attention of all images", _ATTENTION))
+        whole = op.joined(tape, (context,), "attention of all images", T * c, _ATTENTION)
     made = op.linear(tape, whole, h, Site("output projection", _ATTENTION, Module.O), reads=c, bias=True)
     tape.release(joint, *parts, query, key, *dict.fromkeys((context, whole)))
     return Attended(made)

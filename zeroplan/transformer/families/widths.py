@@ -5,9 +5,8 @@ from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
-from zeroplan.spec.adapter import TO_ALL_LAYERS
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, WITHOUT_SDPA, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, TO_ALL_LAYERS, WITHOUT_SDPA, is_global
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
 from zeroplan.transformer.blocks import Compute
@@ -130,8 +129,20 @@ def one_key_head(model: ModelSpec, x: Widths, kind: str) -> bool:
     return x.key == x.head_dim * x.compute.tp
 
 
-def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str, Int]:
-    """Return the values of the symbols that all blocks share. Those of experts are 0 in a dense model."""
+def key_parts(x: Widths) -> Int:
+    """Return the number of parts into which the memory-efficient kernel's backward splits a sequence's keys, for heads beyond 128.
+
+    Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, ``_efficient_attention_backward``.
+    """
+    heads, blocks = x.micro_batch * x.heads, ceil_div(x.seq_len, _KEYS)
+    some = maximum(1, minimum(blocks, _LARGEST_SPLIT // heads))
+    return where((heads >= _ENOUGH_BLOCKS) & (blocks <= 2), 1, some)
+
+
+def quantities(
+    x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None, linear: LinearSpec | None = None
+) -> dict[str, Int]:  # fmt: skip
+    """Return the value of every symbol of a block's sizes, and of fractions of some. Those of experts are 0 in a dense model."""
     return {
         "b": x.micro_batch,
         "s": x.seq_len,
@@ -154,46 +165,6 @@ def symbols(x: Widths, intermediate_size: int, moe: MoeSpec | None) -> dict[str,
         "r": x.residual,
         "y": key_parts(x),
         "z": x.rank,
-    }
-
-
-def ranks(mla: MlaSpec, seq_len: Int) -> dict[str, Int]:
-    """Return the values of the symbols of latent attention, and of its indexer."""
-    latent = {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim}
-    return {**latent, "j": mla.index_n_heads, "L": mla.index_head_dim, "Y": minimum(mla.index_topk, seq_len)}
-
-
-def of_linear_attention(linear: LinearSpec | None) -> dict[str, int]:
-    """Return the values of the symbols of linear attention, 0 in models without it."""
-    if linear is None:
-        return dict.fromkeys("AJDIlQ", 0)
-    return {
-        "A": linear.num_value_heads,
-        "J": linear.num_key_heads,
-        "D": linear.key_head_dim,
-        "I": linear.value_head_dim,
-        "l": linear.conv_kernel_dim,
-        "Q": linear.chunk_size,
-    }
-
-
-def key_parts(x: Widths) -> Int:
-    """Return the number of parts into which the memory-efficient kernel's backward splits a sequence's keys, for heads beyond 128.
-
-    Source: torch 2.13, ``aten/src/ATen/native/transformers/cuda/attention_backward.cu``, ``_efficient_attention_backward``.
-    """
-    heads, blocks = x.micro_batch * x.heads, ceil_div(x.seq_len, _KEYS)
-    some = maximum(1, minimum(blocks, _LARGEST_SPLIT // heads))
-    return where((heads >= _ENOUGH_BLOCKS) & (blocks <= 2), 1, some)
-
-
-def quantities(
-    x: Widths, intermediate_size: int, moe: MoeSpec | None = None, mla: MlaSpec | None = None, linear: LinearSpec | None = None
-) -> dict[str, Int]:  # fmt: skip
-    """Return the value of every symbol of a block's sizes, including fractions of others."""
-    latent = {} if mla is None else {**ranks(mla, x.seq_len), "o/2": mla.qk_rope_head_dim // 2}
-    return {
-        **symbols(x, intermediate_size, moe),
         "x": moe.num_experts // x.compute.expert_ranks if moe else 0,
         "X_r": received_pairs(x, moe),
         "T_g": x.tokens * x.compute.expert_ranks,
@@ -205,8 +176,26 @@ def quantities(
         "k/4": x.key // x.head_dim * (x.head_dim // 4),
         "k/d": x.key // x.head_dim,
         "c/a": x.context // x.heads,
-        **latent,
-        **({} if linear is None else {**of_linear_attention(linear), "Z": ceil_div(x.seq_len, linear.chunk_size)}),
+        **({} if mla is None else _of_latent_attention(mla, x.seq_len)),
+        **({} if linear is None else _of_linear_attention(linear, x.seq_len)),
+    }
+
+
+def _of_latent_attention(mla: MlaSpec, seq_len: Int) -> dict[str, Int]:
+    """Return the values of the symbols of latent attention, and of its indexer."""
+    latent = {"u": mla.q_lora_rank or 0, "w": mla.kv_lora_rank, "o": mla.qk_rope_head_dim, "o/2": mla.qk_rope_head_dim // 2}
+    return {**latent, "j": mla.index_n_heads, "d_j": mla.index_head_dim, "Y": minimum(mla.index_topk, seq_len)}
+
+
+def _of_linear_attention(linear: LinearSpec, seq_len: Int) -> dict[str, Int]:
+    return {
+        "A": linear.num_value_heads,
+        "J": linear.num_key_heads,
+        "D": linear.key_head_dim,
+        "I": linear.value_head_dim,
+        "l": linear.conv_kernel_dim,
+        "Q": linear.chunk_size,
+        "Z": ceil_div(seq_len, linear.chunk_size),
     }
 
 
@@ -215,8 +204,8 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     values = {
         **quantities(x, model.intermediate_size, model.moe, model.mla, model.linear),
         "V": model.head_rows or model.vocab_size,
-        **image_states(model, x),
-        **of_each_layer(model),
+        **_image_states(model, x),
+        **_of_each_layer(model),
     }
     if ranks == 1:
         return values
@@ -224,7 +213,7 @@ def values_of(model: ModelSpec, x: Widths, ranks: int = 1) -> dict[str, Int]:
     return {**values, **shares, "k/p/d": x.key // ranks // x.head_dim, "X_r": received_pairs(x, model.moe, ranks)}
 
 
-def image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
+def _image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
     """Return the tokens of images to which layers attend: of all sequences, and of one."""
     if model.vision is None or not model.vision.cross_layers:
         return {}
@@ -232,7 +221,7 @@ def image_states(model: ModelSpec, x: Widths) -> dict[str, Int]:
     return {"T_x": x.micro_batch * each, "s_x": each}
 
 
-def of_each_layer(model: ModelSpec) -> dict[str, int]:
+def _of_each_layer(model: ModelSpec) -> dict[str, int]:
     """Return the widths of each layer's embeddings, and of the keys of the other kind of layers than this model's."""
     own = model.per_layer
     if own is None:
@@ -266,10 +255,10 @@ def renamed(formula: str, names: Mapping[str, str]) -> str:
 
 
 def of_global_heads(model: ModelSpec) -> dict[str, int]:
-    """Return the widths of layers of full attention in such a model, and of the MLP of layers that share keys, 0 in others."""
-    own = model.of_kind("global_shared") if model.global_head_dim else None
-    if own is None:
-        return dict.fromkeys((*_OF_GLOBAL.values(), "f_k"), 0)
+    """Return the widths of layers of full attention in such a model, and of the MLP of layers that share keys."""
+    if not model.global_head_dim:
+        return {}
+    own = model.of_kind("global_shared")
     query, key = own.num_attention_heads * own.head_dim, own.num_key_value_heads * own.head_dim
     return {"q_g": query, "k_g": key, "v_g": key, "c_g": query, "d_g": own.head_dim, "f_k": own.intermediate_size}
 

@@ -16,7 +16,7 @@ from zeroplan.engines.megatron.chunks import chunks_per_rank, stages_of
 from zeroplan.engines.megatron.parameters import padded_vocabulary
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.transformer.megatron import GATED_SHARED, UNGATED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
+from zeroplan.transformer.megatron import GATED_SHARED, drops_hidden, drops_scores, is_gated, norms_heads, shared_width
 from zeroplan.verify.fake_parts.megatron import import_megatron
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.engine import Engine, Requesting, all_labelled
@@ -241,7 +241,7 @@ def _spec(job: JobSpec, config: TransformerConfig, at: int | None) -> object:
 
 def _config(job: JobSpec) -> TransformerConfig:
     shape, recipe, mesh, options = job.model, job.recipe, job.mesh, job.recipe.megatron
-    gated, learned = is_gated(job), shape.family in UNGATED
+    gated, learned = is_gated(job), shape.traits.layer_norms
     dtype = _DTYPES[recipe.precision]
     several = chunks_per_rank(job)
     return TransformerConfig(
