@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 _CALIBRATING = 8
 #: Larger deviations count as this much in the estimate of the parts, so that a few rows do not decide.
 _LARGEST = 0.25
-#: The first size of every part, and the steps in which sizes are varied. [natural logarithms]
-_START, _STEPS = 0.04, (0.7, 0.35, 0.17, 0.08, 0.04, 0.02)
+#: The first size of every part, the least one (a smaller one makes no difference), and the steps in which sizes are varied.
+#: [natural logarithms]
+_START, _LEAST, _STEPS = 0.04, 0.01, (0.7, 0.35, 0.17, 0.08, 0.04, 0.02)
 
 
 class Row(NamedTuple):
@@ -69,7 +70,7 @@ def fit(found: Sequence[Scored]) -> Parts:
             moved = False
             for at, by in ((at, by) for at in range(len(sizes)) for by in (step, -step)):
                 tried = sizes.copy()
-                tried[at] += by
+                tried[at] = max(tried[at] + by, log(_LEAST))
                 if (value := _unlikely(tried, sets)) < least - 1e-9:
                     sizes, least, moved = tried, value, True
     return Parts(*(float(size) for size in np.exp(sizes)))

@@ -408,9 +408,9 @@ def _recipe(row: Row, dp: int) -> RecipeSpec:
         said = replace(
             said, precision="bf16", sync_every_micro_batch=(row.get("tp") or 1) > 1
         )  # training/grad.py, maybe_no_sync
-    return replace(
-        said, optimizer_impl="fused", fsdp1=Fsdp1Options(reduce_dtype=narrow), fsdp2=Fsdp2Options(reduce_dtype=narrow)
-    )
+    # MPT's yamls name composer's DecoupledAdamW, which runs operator by operator, tensor by tensor.
+    impl: Literal["fused", "forloop"] = "forloop" if program(row) == "mpt" else "fused"
+    return replace(said, optimizer_impl=impl, fsdp1=Fsdp1Options(reduce_dtype=narrow), fsdp2=Fsdp2Options(reduce_dtype=narrow))
 
 
 def _of_transformers(hidden: int) -> DeepSpeedOptions:

@@ -35,19 +35,13 @@ def test_no_group_is_off_by_a_tenth_in_the_median(half: str):
             assert middle < 0.10, (kind, name)
 
 
-def test_deepspeed_is_near_where_the_gpu_bounds_the_step():
-    """No constant was fitted on DeepSpeed's rows, so the test takes both halves together.
-
-    The CPU bounds the other rows. Their hosts launch kernels faster than the host on which we measured launches, so the predicted
-    step is too slow.
-    """
+@pytest.mark.parametrize("name", ["deepspeed", f"deepspeed, {BY_THE_CPU}"])
+def test_deepspeed_is_near_whatever_bounds_the_step(name: str):
+    """No constant was fitted on DeepSpeed's rows, so the test takes both halves together: six of its rows wait for the CPU."""
     every = {name: figures for kind, name, *figures in table(found()) if kind == "engine"}
-    count, middle, *_ = every["deepspeed"]
-    assert count > 3
-    assert middle < 0.05
-    count, middle, _, signed = every[f"deepspeed, {BY_THE_CPU}"]
-    assert count > 7
-    assert 0 < signed == middle < 1
+    count, middle, *_ = every[name]
+    assert count > 5
+    assert middle < 0.10
 
 
 def test_the_faster_of_two_layouts_is_named():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tests.on_gpus.gpu_records import files, results
 from zeroplan.estimator import account_of
-from zeroplan.steptime import step_time
+from zeroplan.steptime import shares_of, step_time
+from zeroplan.steptime.launches import OUR_HOST
 from zeroplan.steptime.parts import Does
 
 if TYPE_CHECKING:
@@ -64,7 +65,8 @@ def _steps(record: Measurement) -> list[float]:
 
 def _predicted(record: Measurement) -> float:
     job = record.job
-    found = step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster)
+    share = shares_of(job.cluster)._replace(launching=OUR_HOST)
+    found = step_time(account_of(job, job.batch), job.model, job.recipe, job.mesh, job.batch, job.cluster, share=share)
     moved = record.process_group not in ("fake", "none")
     return sum(float(part.seconds) for part in found.parts if moved or part.does not in (Does.SENDING, Does.SENDING_AT_STEP))
 

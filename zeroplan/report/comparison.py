@@ -46,6 +46,7 @@ def comparison_payload(comparison: Comparison, measurement: Measurement, *, tole
         "agrees": comparison.agrees(tolerance),
         "tolerance": tolerance,
         "peak": row_payload(comparison.peak),
+        "first_micro_batch": None if comparison.first is None else row_payload(comparison.first),
         "held": row_payload(comparison.held),
         "host": None if comparison.host is None else row_payload(comparison.host),
         "nvme": None if comparison.nvme is None else row_payload(comparison.nvme),
@@ -149,7 +150,7 @@ def _reserved_payload(one: Reserved) -> dict[str, object]:
 
 
 def _memory(comparison: Comparison) -> tuple[Compared, ...]:
-    return (comparison.peak, *comparison.phases, comparison.held, *comparison.off_gpu)
+    return (comparison.peak, *comparison.of_first, *comparison.phases, comparison.held, *comparison.off_gpu)
 
 
 def _by_disagreement(rows: tuple[Compared, ...]) -> list[Compared]:

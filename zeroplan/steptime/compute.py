@@ -13,7 +13,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime.efficiency import Efficiency, matrices_share
 from zeroplan.steptime.launches import SOURCE as LAUNCHES
-from zeroplan.steptime.launches import Launched, launching
+from zeroplan.steptime.launches import Launched, host_speed, launching
 from zeroplan.steptime.parts import Part
 from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, casts, seconds
@@ -128,7 +128,7 @@ class Rates(NamedTuple):
         dtype = operands or ("bf16" if narrow else "fp32")
         peak = peak_flops_per_s(self.gpu, self.recipe, operands)
         scaled = "mxfp8" if operands == "fp8" and self.running.block_scaled else operands
-        reached = matrices_share(self.share, self.gpu.architecture, scaled)
+        reached = matrices_share(self.share, self.gpu.architecture, scaled, self.gpu.name)
         return Machine(self.table, dtype, peak, self.bandwidth, reached)
 
     @property
@@ -356,7 +356,8 @@ def _times(one: Pieces, recipe: RecipeSpec, rates: Rates, again: _Recomputation,
         repeated = one.again + ("core_attn" in again.modules) * one.attention
     copied = Copies() if mfu is not None else copies_of(recipe)
     launched = Launched(one.layers, *one[-6:])
-    cpu = launching(launched, recipe, rates.running.kernels, rates.share.launching, again=again.blocks)
+    quicker = rates.share.launching * host_speed(rates.gpu.name)
+    cpu = launching(launched, recipe, rates.running.kernels, quicker, again=again.blocks)
     copying = copied.forward * one.elements + copied.trained_forward * one.trained
     copying_backward = copied.backward * one.elements + copied.trained_backward * one.trained
     return _Times(

@@ -28,7 +28,7 @@ class Efficiency(NamedTuple):
     """The optimizer's step, if measured apart: share of the memory's bandwidth, used up to 1. The CPU's launches there are faster
     by the same factor."""
     launching: float = 1.0
-    """Speed of the CPU's launches relative to the measured CPU."""
+    """Speed of the CPU's launches relative to the usual CPU beside such a GPU."""
 
     def scaled(self, factor: float, *, stepping: float) -> "Efficiency":
         """Return the shares times ``factor``, and the optimizer's times ``stepping``; bandwidth stays within the data sheet."""
@@ -40,9 +40,10 @@ class Efficiency(NamedTuple):
 
 _AMPERE = Efficiency(0.90, 1.0, 0.8, _FITTED)
 _HOPPER = Efficiency(0.81, 1.0, 0.8, _FITTED)
-#: Between steps of B200 (0.64), which may draw 1,000 W, and of GB200 (0.69), which may draw 1,200. Training's products alone reach
-#: 0.71 on a B200 (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
+#: Training's products alone reach 0.71 on a B200 (github.com/MooreThreads/SimuMax at 4dcaae51, configs/system).
 _BLACKWELL = Efficiency(0.67, 1.0, 0.8, _FITTED)
+#: Shares of products where the same chip may draw another power: 1,000 W on a B200, 1,200 W on a GB200 (NVIDIA's data sheets).
+_BY_POWER = {"b200": 0.64, "gb200": 0.69}
 #: Upper limit of the shares of products, attention and the optimizer's step.
 MOST = 1.5
 #: Products in fp8 and fp4 draw less power: their shares, fitted to the same runs. MXFP8 has a scale for every 32
@@ -74,25 +75,25 @@ HOST_SOURCE = (
 )
 
 
-def matrices_share(share: Efficiency, architecture: str, operands: str | None) -> float:
+def matrices_share(share: Efficiency, architecture: str, operands: str | None, gpu: str = "") -> float:
     """Return the share of products in a dtype."""
-    usual = _EFFICIENCIES.get(architecture)
     narrow = _NARROW.get((architecture, operands or ""))
-    return share.matrices if narrow is None or usual is None else share.matrices * narrow / usual.matrices
+    return share.matrices if narrow is None else share.matrices * narrow / efficiency(architecture, gpu).matrices
 
 
-def efficiency(architecture: str) -> Efficiency:
-    """Return the shares of an architecture.
+def efficiency(architecture: str, gpu: str = "") -> Efficiency:
+    """Return the shares of an architecture, or of one of its GPUs by name.
 
-    >>> efficiency("Ampere").source == efficiency("Hopper").source
-    True
+    >>> efficiency("Blackwell").matrices, efficiency("Blackwell", "gb200-186gb").matrices
+    (0.67, 0.69)
     """
-    return _EFFICIENCIES.get(architecture, _HOPPER._replace(source=_NOT_FITTED))
+    usual = _EFFICIENCIES.get(architecture, _HOPPER._replace(source=_NOT_FITTED))
+    return usual._replace(matrices=_BY_POWER.get(gpu.partition("-")[0], usual.matrices))
 
 
 def shares_of(cluster: ClusterSpec) -> Efficiency:
-    """Return the shares of a cluster's GPU: measured in a step on that cluster, or those of its architecture."""
-    usual = efficiency("" if cluster.gpu is None else cluster.gpu.architecture)
+    """Return the shares of a cluster's GPU: measured in a step on that cluster, or the usual ones."""
+    usual = efficiency("") if cluster.gpu is None else efficiency(cluster.gpu.architecture, cluster.gpu.name)
     if cluster.shares is not None:
         measured = cluster.shares
         quicker = measured.matrices / usual.matrices  # all shares were scaled by this factor

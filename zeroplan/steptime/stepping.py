@@ -19,6 +19,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.steptime.compute import Rates
 from zeroplan.steptime.efficiency import HOST_BYTES_PER_S, HOST_SOURCE, efficiency
+from zeroplan.steptime.launches import OUR_HOST, host_speed
 from zeroplan.steptime.parts import Does, Part
 from zeroplan.transformer.params import trained_layout
 
@@ -70,7 +71,7 @@ def stepping(account: Account, model: ModelSpec, recipe: RecipeSpec, mesh: Mesh,
     )
     one = _deepspeeds(account, model, recipe) if _is_deepspeeds(recipe) else _torchs(account, model, recipe, mesh)
     moves = one.moved / (min(reached, 1.0) * rates.gpu.memory_bandwidth_bytes_per_s.value)
-    launches = one.launching_s / quicker + 0.0 * moves
+    launches = OUR_HOST * one.launching_s / (quicker * host_speed(rates.gpu.name)) + 0.0 * moves
     takes = moves + launches if one.waits else longest(moves, launches)
     return _part(takes, recipe, "bound by memory, or by launches for each tensor", _DEEPSPEED if one.waits else _SOURCE)
 

@@ -164,6 +164,10 @@ def shares() -> str:
         )
     ]
     usual, fitted = efficiency("Blackwell"), efficiency("Hopper").source
+    for name, watts in (("b200", "1,000"), ("gb200", "1,200")):
+        share = efficiency("Blackwell", name).matrices
+        what = f"{name.upper()}, which may draw {watts} W: matrix multiplications"
+        rows.append((what, f"{share:.0%}", "products of their shape alone", fitted))
     for dtype in ("fp8", "fp4"):
         share = matrices_share(usual, "Blackwell", dtype)
         rows.append((f"Blackwell: matrix multiplications in {dtype}", f"{share:.0%}", "products of their shape alone", fitted))

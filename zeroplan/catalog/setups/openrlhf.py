@@ -20,7 +20,6 @@ _OLDER = {
 }  # fmt: skip
 _UPDATE = "only the actor's update is counted: `zeroplan workflow ppo` also has the other models and the rollout engine"
 _PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
-_ADDS = "actor.entropy_coef train.enable_ema ds.deepcompile ds.grad_accum_dtype muon.* ds.tensor_parallel_size"
 
 
 def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
@@ -50,7 +49,7 @@ def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     table.leave(("ds.ring_attn_head_stride", "ds.packing_samples"))
     _adapter(reading)
     reading.deepspeed = DeepSpeedPart(_deepspeed(table), f"{table.where}: ds.")
-    reading.unmodelled(saves="ds.use_liger_kernel", adds=_ADDS)
+    reading.table.judge("openrlhf")
     return reading.setup("openrlhf")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zeroplan.catalog.model import WAYS_TO_NAME
+from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError, ZeroplanError
 
@@ -281,6 +282,13 @@ class Table:
         """Mark keys as read that change no memory of a training step."""
         self.read.update(keys)
 
+    def judge(self, name: str) -> None:
+        """Refuse, note or leave the keys that no reader counts, as a section of ``keys.toml`` says."""
+        keys = keys_of(name)
+        self.refuse({key: tuple(keys.harmless.get(key, ())) for key in keys.refused.split()})
+        self.unmodelled(harmless=keys.harmless, saves=keys.saves, adds=keys.adds, either=keys.either)
+        self.leave(keys.known.split())
+
     def refuse(self, keys: Mapping[str, tuple[object, ...]]) -> None:
         """Raise SpecError for keys that change memory, unless they are off or have a harmless value."""
         for key, harmless in keys.items():
@@ -295,7 +303,7 @@ class Table:
         self.read.update(found)
         return found
 
-    def unmodelled(self, *, harmless: Mapping[str, tuple[object, ...]] = {}, **effects: str) -> None:
+    def unmodelled(self, *, harmless: Mapping[str, Collection[object]] = {}, **effects: str) -> None:
         """Note keys whose effect on memory is not modelled, by patterns: those that save it, add to it, or do either.
 
         ``harmless`` holds values of keys that change no memory.

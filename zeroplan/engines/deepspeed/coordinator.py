@@ -1,9 +1,9 @@
 """The coordinator of DeepSpeed's ZeRO-3: which parameters it gathers, prefetches and releases as a model's modules run.
 
-It records in the second pass which modules run in which order. From the third pass on it prefetches, releases parameters that
-are not needed soon, and keeps the rest. Only element counts decide, not the batch. The same program requests memory from a
-count of elements (:mod:`zeroplan.engines.deepspeed.notes`) and from a log of requests
-(:mod:`zeroplan.engines.requests.deepspeed_stage3`). Source: DeepSpeed 0.19.8,
+It records in the first pass which modules run in which order, and releases every parameter when its module ends. From the second
+pass on it prefetches, releases parameters that are not needed soon, and keeps the rest. Only element counts decide, not the
+batch. The same program requests memory from a count of elements (:mod:`zeroplan.engines.deepspeed.notes`) and from a log of
+requests (:mod:`zeroplan.engines.requests.deepspeed_stage3`). Source: DeepSpeed 0.19.8,
 ``runtime/zero/partitioned_param_coordinator.py`` and ``partition_parameters.py``.
 """
 
@@ -141,7 +141,8 @@ class Coordinator:
             if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
                 self.decided.add((at, index))
             stays = index in self.persistent or not (freed.dropped or (at, index) in self.decided)
-            if index in self.available and (self.recording or not stays):
+            while_recording = self.recording and not (freed.dropped and index in self.persistent)
+            if index in self.available and (while_recording or not stays):
                 self._partition(index, saved=index in freed.saved)
         if self.steps[at].direction == BACKWARD:
             self.memory.release(*map(saved_key, freed.parameters))
