@@ -38,7 +38,6 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.loss == "fused", "torchtitan has no fused head and loss"),
         (recipe.precision == "fp16-mixed", "torchtitan has no fp16"),
         (recipe.optimizer != "adamw", "only the optimizer adamw is written"),
-        (recipe.float8_recipe is not None, "float8 is not written"),
         (not recipe.fsdp2.sequence_parallel, WHOLE_SEQUENCES),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "torchtitan reshards over all ranks or none"),
         (sharded and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "param", "torchtitan reduces in fp32"),

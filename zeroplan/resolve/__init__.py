@@ -407,17 +407,9 @@ def _on_nodes(recipe: RecipeSpec, cluster: ClusterSpec, chosen: Sequence[str]) -
 
 
 def _on_device(recipe: RecipeSpec, cluster: ClusterSpec, request: Request) -> RecipeSpec:
-    """Return the recipe with the attention kernels of the GPU, unless a complete job says which kernels it has.
-
-    Raises SpecError for FlashAttention on a GPU that cannot run it (github.com/Dao-AILab/flash-attention, README).
-    """
-    gpu = cluster.gpu
-    if gpu is None or recipe.engine in (*ON_PAPER, "megatron") or cluster.kernels == "cuda":
+    """Return the recipe with the attention kernels of the GPU, unless a complete job says which kernels it has."""
+    if cluster.gpu is None or recipe.engine in (*ON_PAPER, "megatron") or cluster.kernels == "cuda":
         return recipe
-    if recipe.attention == "flash":
-        raise SpecError(
-            f"FlashAttention needs compute capability 8.0, {gpu.full_name} has {gpu.compute_capability}; use --attention sdpa"
-        )
     return recipe if request.device_kernels is not None else replace(recipe, kernels=cluster.kernels)
 
 

@@ -59,7 +59,7 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
 def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
     """Yield notes on the file's keys that were used, and on values that are the program's defaults."""
     if setup.used:
-        yield f"its keys that say something of the job: {', '.join(map(shown, setup.used))}"
+        yield f"keys that zeroplan used: {', '.join(map(shown, setup.used))}"
     left_out = {
         name: setting.value
         for name, setting in setup.flags.items()
@@ -67,7 +67,7 @@ def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
     }
     granted = [f"{name} {shown(value)}" for name, value in (left_out | {**filled}).items()]
     if granted:  # defaults of the program's code
-        yield f"taken for granted, as its program does: {', '.join(granted)}"
+        yield f"not in the file, so the program's defaults apply: {', '.join(granted)}"
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:

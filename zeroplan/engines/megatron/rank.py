@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.megatron.buckets import Padded, padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.muon import Owned, owned_by
-from zeroplan.engines.megatron.parameters import WEIGHTS_TOO, elements_of, ends_of, in_fp8, table_of, trained_by
+from zeroplan.engines.megatron.parameters import WEIGHTS_TOO, elements_of, ends_of, has_tied_head, in_fp8, table_of, trained_by
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch
@@ -87,7 +87,7 @@ def _made(at: int, job: Job) -> Rank:
     inside, experts, matrices = elements_of(job, counts)
     embedding, end = ends_of(job)
     ends: Int = (embedding if first else 0) + (end if last else 0)
-    if last and not first and (model.tie_word_embeddings or job.recipe.megatron.mtp_num_layers):
+    if last and not first and (has_tied_head(job) or job.recipe.megatron.mtp_num_layers):
         ends = ends + table_of(job)  # a copy of the table, without positions: tied, or for next tokens
     group = job.recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)

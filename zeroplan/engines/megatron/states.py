@@ -18,6 +18,7 @@ from zeroplan.engines.megatron.parameters import (
     bytes_of,
     elements_of,
     ends_of,
+    has_tied_head,
     head_of,
     is_expert,
     is_split,
@@ -185,7 +186,7 @@ def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
     if not recipe.megatron.gradients_beside or not recipe.megatron.main_weights:
         return {}
     order, (embedding, end) = kinds_backward(rank, job), ends_of(job)
-    kinds, tied = dict.fromkeys(order), table_of(job) if job.model.tie_word_embeddings else 0
+    kinds, tied = dict.fromkeys(order), table_of(job) if has_tied_head(job) else 0
     everything = rank.elements + rank.experts
     if len(rank.each) > 1 or recipe.megatron.hybrid_layer_pattern is not None:
         return dict.fromkeys(("head", *kinds, "end"), everything)
@@ -195,7 +196,7 @@ def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
         counts = tuple(done.count(run.kind) for run in runs_of(job))
         beside, experts, _ = elements_of(job, counts)
         made[kind] = made["head"] + beside + experts
-    return {**made, "end": everything - (embedding if rank.at == 0 and not job.model.tie_word_embeddings else 0)}
+    return {**made, "end": everything - (embedding if rank.at == 0 and not has_tied_head(job) else 0)}
 
 
 def made_lines(at: str, rank: Rank, job: Job) -> tuple[Line, ...]:

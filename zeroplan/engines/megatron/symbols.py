@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.megatron.chunks import runs_of
+from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
 from zeroplan.engines.megatron.flying import flying_of
 from zeroplan.engines.megatron.leftover import behind_by, left_by
 from zeroplan.engines.megatron.moments import lasts_of
@@ -29,7 +29,7 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     yield from symbols_in_fp8(rank, job)
     yield from symbols_on_host(rank, job)
     if (sharding := sharding_of(rank, job)) is not None:
-        yield from sharding.symbols(sharding.backwards(lasts_of(rank, job)))
+        yield from sharding.symbols(sharding.backwards(lasts_of(rank, job), layers_of_a_checkpoint(job.recipe)))
     for at, elements in made_gradients(rank, job).items():
         yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
     yield Symbol("N_opt", sharers(job), "ranks that share the optimizer's states")

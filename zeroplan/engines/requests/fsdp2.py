@@ -136,7 +136,10 @@ class Step(UnitPass):
         trained = [one for one in self.parameters if not one.frozen and not self.plan.offloaded]
         updated = [one for one in trained if is_stepped(one, self.model.adapter)]
         chunk, n = self.cutting.chunk, self.plan.n
-        return [LocalTensor(chunk(one), in_block=id(one) in inside, ranks=n, rows=one.shape[0]) for one in updated]
+        return [
+            LocalTensor(chunk(one), in_block=id(one) in inside, ranks=n, rows=one.shape[0], replicas=self.replicas)
+            for one in updated
+        ]
 
     # --- parameters ---------------------------------------------------------------------------------------------------------
 
