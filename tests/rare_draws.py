@@ -13,6 +13,9 @@ from zeroplan.spec.job import ENGINE_STAGES
 
 _Fields = dict[str, Any]
 _LATER = {"recompute": "none", "zero_stage": 1, "attention": "sdpa"}
+#: What prime-rl's adapters of several runs need.
+_OF_RUNS = {"fsdp2": {}, "sync_every_micro_batch": True}
+_BARE = {"targets": "all-linear", "quantize": "none"}
 #: Fields that are set together; an inner table is a section that the job must have, an engine's for jobs of that engine.
 _RARE: tuple[_Fields, ...] = (
     {"recipe": {"padded": True}},
@@ -22,6 +25,28 @@ _RARE: tuple[_Fields, ...] = (
     {"recipe": {"fsdp1": {"cpu_offload": True}}},
     {"recipe": {"fsdp2": {"sequence_parallel": False}}},
     {"recipe": {"fsdp2": {"float8_all_gather": True}, "float8_recipe": "tensorwise"}},
+    {
+        "recipe": {
+            "fsdp2": {"modules": "torchtitan-0.3", "float8_layers": 1},
+            "float8_recipe": "mxfp8",
+            "fused_kernels": "compiled-blocks",
+            "recompute": "selective",
+            "loss": "chunked",
+        },
+        "model": {
+            "hidden_size": 512,
+            "intermediate_size": 1024,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+        "mesh": {"dp_shard": 8},
+        "batch": {"seq_len": 512, "longest_seq_len": None},
+    },
+    {"recipe": {"fsdp2": {"keeps_last": True}}},
+    {"recipe": {"fsdp2": {"forward_prefetch": 2}}},
+    {"recipe": {"fsdp2": {"forward_prefetch": 1, "backward_prefetch": 3, "keeps_last": True}}},
+    {"recipe": {"fsdp2": {"backward_prefetch": 2}}},
     {"recipe": {"megatron": {"fp8_format": "hybrid"}}},
     {
         "recipe": {
@@ -29,6 +54,13 @@ _RARE: tuple[_Fields, ...] = (
         }
     },
     {"recipe": {"megatron": {"mtp_num_layers": 1}}},
+    {"recipe": {"optimizer": "muon", "megatron": {"use_layer_wise_param_layout": False}}},
+    {"recipe": {"megatron": {"main_weights": False}}},
+    {"recipe": {"megatron": {"main_weights": False, "gradients_beside": 1}}},
+    {"recipe": {"megatron": {"tp_comm_overlap": True}}},
+    {"recipe": {"megatron": {"tp_comm_overlap": True, "tp_comm_overlap_cfg": True}}},
+    {"recipe": {"megatron": {"last_tokens": "embedding"}}},
+    {"recipe": {"megatron": {"last_tokens": "reranker"}}},
     {"recipe": {"megatron": {"use_precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5}}},
     {"recipe": {"megatron": {"moe_router_num_groups": 2, "moe_router_group_topk": 2}}, "model": {"moe": {}}},
     {
@@ -49,11 +81,19 @@ _RARE: tuple[_Fields, ...] = (
         "model": {"num_hidden_layers": 2, "moe": None},
     },
     {"model": {"moe": {"latent_size": 64}}},
+    {"model": {"moe": {"num_groups": 2}}},
     {"model": {"adapter": {"modules_to_save": "lm_head"}}},
     {"model": {"adapter": {"modules_to_save": "embed_tokens,lm_head"}}},
     {"model": {"vision": {"follows_pixels": True}}},
     {"model": {"vision": {"freeze_text": True}}},
     {"model": {"adapter": {"automodel": True}}},
+    {"recipe": {"fsdp2": {}}, "model": {"adapter": {"base": "fp32"}}},
+    {"recipe": {"precision": "bf16", **_OF_RUNS}, "model": {"adapter": {"runs": 4, "looped": True, **_BARE}}},
+    {
+        "recipe": {"precision": "bf16-mixed", **_OF_RUNS},
+        "model": {"adapter": {"runs": 2, "learning": 1, "base": "fp32", "looped": True, **_BARE}},
+    },
+    {"recipe": {"precision": "bf16", **_OF_RUNS}, "model": {"adapter": {"runs": 3, "learning": 0, "rank": 16, **_BARE}}},
     {"model": {"adapter": {"dora": "peft"}}},
     {"model": {"adapter": {"dora": "torchtune", "quantize": "nf4-torchao"}}},
     {

@@ -21,7 +21,7 @@ from zeroplan.catalog.gpu import gpu, gpu_names
 from zeroplan.engines.optimizers import IMPLEMENTATIONS, RAISES_ON_DTENSORS
 from zeroplan.engines.published_optimizers import PUBLISHED
 from zeroplan.errors import SpecError
-from zeroplan.spec import megatron, releases
+from zeroplan.spec import megatron
 from zeroplan.spec.adapter import GROUPS, AdapterSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
@@ -570,10 +570,12 @@ def _of_some_layers(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpe
 
 def _of_a_release(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     """Train with an older release of transformers, if zeroplan models that."""
-    modelled = (
-        one.family in releases.FAMILIES and told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
-    )
-    if not modelled or (one.sliding_window is not None and told.attention == "sdpa"):
+    usual = told.engine not in ON_PAPER and told.loss == "full" and told.kernels == "cuda"
+    if (
+        not usual
+        or one.family not in modelled("older releases")
+        or (one.sliding_window is not None and told.attention == "sdpa")
+    ):
         return told
     return replace(told, transformers=draw.choice((None, "4.45", "4.48.1", "4.53", "4.55", "4.57", "5.0")))
 
@@ -582,8 +584,8 @@ def _with_ends(draw: Random, told: RecipeSpec, one: ModelSpec) -> RecipeSpec:
     """Now and then make embedding and head FSDP2 units, if zeroplan models that."""
     options = told.fsdp2
     resharded = options.reshard_after_forward is None or isinstance(options.reshard_after_forward, bool)
-    modelled = told.engine == "fsdp2" and told.loss == "full" and resharded and not one.positions and one.family != "bloom"
-    if not modelled or options.modules == "torchtitan" or draw.randint(0, 3) < 3:
+    usual = told.engine == "fsdp2" and told.loss == "full" and resharded and not one.positions and one.family != "bloom"
+    if not usual or options.modules == "torchtitan" or draw.randint(0, 3) < 3:
         return told
     return replace(told, fsdp2=replace(options, ends_apart=True))
 
@@ -723,7 +725,7 @@ def _by_megatron(draw: Random, engines: Sequence[str]) -> JobSpec:
     of_script = told.recompute == "none" and not draw.randint(0, 3)  # else BERT's and T5's scripts would be rare
     if of_script:
         told, cp = replace(told, attention="eager"), 1
-    families = ("gpt2",) if of_script else megatron.FAMILIES
+    families = ("gpt2",) if of_script else modelled("megatron")
     one = replace(model(draw, families, ranks=tp, layers=pp * each), hidden_act=None, max_window_layers=0)
     if pp > 1 and one.num_hidden_layers > 2 * pp * each and draw.randint(0, 3) == 3:
         one = replace(one, num_hidden_layers=one.num_hidden_layers - 2)  # embedding and loss count as one layer each

@@ -61,7 +61,8 @@ class Comparison(NamedTuple):
     ``allocator`` is what CUDA's allocator counts at the peak, if recorded, and ``reserved`` what it reserved, with the
     estimate's bands. Values outside a band are named, but do not decide whether the two agree. ``contradicted`` does: the
     estimate fits the GPU, but a replay on a GPU of that size runs out of memory. ``host`` is host memory per rank and ``nvme``
-    the size of files, with offload.
+    the size of files, with offload. ``first`` is the peak of the first micro-batch, if the estimate or the measurement has it above
+    the peak of a later step, and the measurement has the first step.
     """
 
     peak: Compared
@@ -74,10 +75,16 @@ class Comparison(NamedTuple):
     nvme: Compared | None = None
     reserved: tuple[Reserved, ...] = ()
     contradicted: bool = False
+    first: Compared | None = None
 
     def agrees(self, tolerance: float) -> bool:
-        """Whether peak, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %), and no replay contradicts."""
+        """Whether peaks, held bytes and collectives are all within ``tolerance`` (0.02 for 2 %), and no replay contradicts."""
         return not self.beyond(tolerance) and not self.contradicted
+
+    @property
+    def of_first(self) -> tuple[Compared, ...]:
+        """The peak of the first micro-batch, where compared."""
+        return () if self.first is None else (self.first,)
 
     @property
     def off_gpu(self) -> tuple[Compared, ...]:
@@ -87,13 +94,13 @@ class Comparison(NamedTuple):
     def beyond(self, tolerance: float) -> tuple[Compared, ...]:
         """The figures that differ by more than ``tolerance``, the largest difference first.
 
-        Peak, held and host bytes are judged by their own size, a collective by the bytes of all collectives of the step: a flag
+        Peaks, held and host bytes are judged by their own size, a collective by the bytes of all collectives of the step: a flag
         or norm that is not predicted is shown, but does not outweigh the gradients. A difference below 1/1000 of the peak does
         not count, such as a batch of token ids where nothing else is held.
         """
         moved = sum(max(row.predicted, row.measured) for row in self.collectives)
         matters = self.peak.measured // _A_THOUSANDTH
-        sizes = (self.peak, self.held, *self.off_gpu)
+        sizes = (self.peak, *self.of_first, self.held, *self.off_gpu)
         found = [row for row in sizes if abs(row.error) > tolerance and abs(row.difference) > matters]
         found += [row for row in self.collectives if abs(row.difference) > tolerance * moved]
         return tuple(sorted(found, key=lambda row: -abs(row.difference)))
@@ -116,7 +123,7 @@ def stage_of(measured: Measurement) -> int | None:
 
 
 def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = False) -> Comparison:
-    """The comparison of an estimate with the steady state of a measurement.
+    """The comparison of an estimate with the steady state of a measurement, and with its first step where that can be the peak.
 
     On other tensors than CUDA's, the prediction leaves out what only CUDA's kernels allocate (workspaces, scratch of
     attention). If a CPU's kernels ran, it counts tensors in their dtypes. ``has_scratch``: memory inside kernels was counted
@@ -124,7 +131,7 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
     """
     steady = measured.steady
     as_run = moments_as_run(answer, measured, has_scratch=has_scratch)
-    totals = [(moment, int(moment.total_bytes)) for moment in as_run if moment.phase is not Phase.INIT]
+    totals = [(moment, int(moment.total_bytes)) for moment in as_run if moment.phase not in (Phase.INIT, Phase.FIRST)]
     highest, highest_bytes = max(totals, key=lambda pair: pair[1])
     return Comparison(
         peak=Compared("peak allocated", highest_bytes, steady.peak.peak_bytes),
@@ -137,7 +144,23 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
         nvme=None if measured.nvme_bytes is None else Compared("NVMe", answer.nvme_bytes, measured.nvme_bytes),
         reserved=tuple(_reserved(answer, as_run, measured)),
         contradicted=answer.verdict == "fits" and any(_ran_out(shown) for shown in measured.allocator),
+        first=_first(as_run, measured, highest_bytes),
     )
+
+
+def _first(as_run: tuple[Moment, ...], measured: Measurement, later_bytes: int) -> Compared | None:
+    """The peak of the first micro-batch, predicted and measured; None if neither is above the peak of a later step.
+
+    A first step of several micro-batches has its peak in the first of them if that is above the later steps.
+    """
+    if len(measured.steps) == 1:
+        return None
+    passes = (Phase.FORWARD.value, Phase.BACKWARD.value)
+    seen = max((phase.peak_bytes for phase in measured.steps[0].phases if phase.phase in passes), default=0)
+    predicted = max((int(moment.total_bytes) for moment in as_run if moment.phase is Phase.FIRST), default=0)
+    if not predicted and seen <= measured.steady.peak.peak_bytes:
+        return None
+    return Compared("peak of the first micro-batch", predicted or later_bytes, seen)
 
 
 def _held_bytes(answer: Estimate, as_run: Moment) -> int:

@@ -191,7 +191,8 @@ class Estimate:
         The optimizer's step does not count: during it DeepSpeed's stage 3 releases small parameters and gathers them again.
         """
         last = [moment.lines for moment in self.engine_moments if moment.phase is Phase.STEP][-1]
-        until = [moment.lines for moment in self.engine_moments if moment.phase not in (Phase.INIT, Phase.STEP)]
+        apart = (Phase.INIT, Phase.FIRST, Phase.STEP)
+        until = [moment.lines for moment in self.engine_moments if moment.phase not in apart]
         left = tuple(line for line in last if line.tag.role is Role.UNTIL_NEXT_STEP)
         return (*(line for line in until[0] if line in last and all(line in lines for lines in until)), *left)
 
@@ -560,7 +561,7 @@ def _held_logits(job: JobSpec, highest: Moment) -> tuple[str, ...]:
     the loops of its examples hold them. transformers 5.23's Trainer releases them, torchtitan since June 2024 (pull request 391).
     """
     recipe = job.recipe
-    late = highest.phase in (Phase.LOSS, Phase.BACKWARD)
+    late = highest.phase in (Phase.LOSS, Phase.BACKWARD) or (highest.phase is Phase.FIRST and not highest.of_forward)
     lets_go = recipe.fsdp2.are_torchtitans
     if recipe.engine in ON_PAPER or recipe.loss != "full" or job.mesh.pp > 1 or lets_go or not late:
         return ()

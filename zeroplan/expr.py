@@ -110,6 +110,8 @@ class Size:
 
     def has(self, symbol: "Size") -> bool:
         """Whether a symbol is a factor of this size; arguments of functions are not searched."""
+        if symbol.text not in self.text:  # nearly always
+            return False
         ((name,),) = symbol.terms
         factors = (factor for term in self.terms for factor in term)
         return any(factor.has(symbol) if isinstance(factor, Size) else factor == name for factor in factors)
@@ -178,7 +180,9 @@ def _powers(term: Term) -> list[str]:
 def _factor_text(factor: Factor) -> str:
     if isinstance(factor, int):
         return str(factor)
-    return f"({_text(factor.terms, tight=True)})" if isinstance(factor, Size) else factor.text
+    if isinstance(factor, Size):
+        return f"({_text(factor.terms, tight=True)})" if factor.terms else "0"
+    return factor.text
 
 
 #: The empty sum, 0.

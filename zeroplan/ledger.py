@@ -55,6 +55,11 @@ class Phase(StrEnum):
     """The part of the step, or of the script, that a moment belongs to."""
 
     INIT = "initialisation"
+    FIRST = "first micro-batch"
+    """Forward and backward of the first micro-batch of all, where an engine treats it otherwise and it can be the peak.
+
+    ``Moment.of_forward`` distinguishes both passes.
+    """
     FORWARD = "forward"
     LOSS = "loss"
     BACKWARD = "backward"
@@ -211,7 +216,7 @@ class Moment(NamedTuple):
     lines: tuple[Line, ...]
     """Everything that is alive."""
     of_forward: bool = False
-    """Whether it belongs to the forward pass. Moments of the loss may belong to either pass."""
+    """Whether it belongs to the forward pass. Moments of the loss and of the first micro-batch may belong to either pass."""
 
     @property
     def total_bytes(self) -> Int:

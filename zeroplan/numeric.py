@@ -156,6 +156,19 @@ def weighted(counts: Iterable[int], sizes: Iterable[Int]) -> Int:
     return total
 
 
+def share_of(total: Int, part: Int, whole: Int) -> Int:
+    """Return ``total * part // whole``, exact also where the product exceeds an int64 column.
+
+    >>> share_of(10**12, 10**9, 10**10)
+    100000000000
+    """
+    if isinstance(total, int) and isinstance(part, int) and isinstance(whole, int):
+        return total * part // whole
+    import numpy as np  # noqa: PLC0415  only columns need it
+
+    return cast("Int", np.asarray(np.asarray(total, dtype=object) * part // whole, dtype=np.int64))
+
+
 def where(condition: Bool, yes: Int, no: Int) -> Int:
     """Return ``yes`` where the condition holds, else ``no``.
 

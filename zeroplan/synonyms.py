@@ -4,46 +4,20 @@ Users type the words of the program that they know. zeroplan does not accept the
 be kept the same for ever; its error names the right one.
 """
 
-#: zeroplan's name (with a value if the other program has a switch), and the names in transformers, accelerate, DeepSpeed,
-#: Megatron-LM, torchtitan, Lightning and other calculators.
-_ELSEWHERE = {
-    "model": "model_name model_name_or_path model_id model_path hf_model",
-    "params": "model_size num_params n_params num_parameters parameters size",
-    "gpus": "num_gpus n_gpus ngpus gpu_count num_processes nproc_per_node world_size dp dp_shard data_parallel data_parallel_size",
-    "gpu": "gpu_memory gpu_mem vram memory gpu_type gpu_name device hardware accelerator",
-    "gpus_per_node": "num_gpus_per_node n_gpus_per_node local_world_size",
-    "network": "bandwidth internode_bandwidth inter_node_bandwidth interconnect",
-    "nics_per_node": "nics num_nics hcas",
-    "replicas": "dp_replicate hybrid_shard data_parallel_replicate_degree",
-    "tensor_parallel": "tp tp_size tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree",
-    "context_parallel": "cp cp_size context_parallel_size context_parallel_degree",
-    "pipeline_parallel": "pp pp_size pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree",
-    "expert_parallel": "ep ep_size expert_parallel_size expert_model_parallel_size expert_parallel_degree",
-    "stage": "zero zero_stage",
-    "engine": "strategy framework",
-    "engine=fsdp1": "fully_sharded_data_parallel",
-    "engine=fsdp2": "fsdp",
-    "precision": "dtype torch_dtype mixed_precision",
-    "precision=bf16-mixed": "bf16",
-    "precision=fp16-mixed": "fp16",
-    "optimizer": "optim opt",
-    "recompute=full": "gradient_checkpointing activation_checkpointing checkpoint_activations recompute_granularity",
-    "offload_optimizer=cpu": "offload cpu_offload optimizer_offload",
-    "attention": "attn attn_implementation flash_attention flash_attn use_flash_attn",
-    "lora_rank": "lora lora_r",
-    "quantize=nf4": "qlora load_in_4bit",
-    "deepspeed_config": "deepspeed ds_config deepspeed_config_file",
-    "seq_len": "seq seq_length sequence_length max_seq_len max_seq_length max_length model_max_length context_length "
-    "block_size cutoff_len",
-    "micro_batch": "batch batch_size micro_batch_size per_device_train_batch_size train_micro_batch_size_per_gpu "
-    "local_batch_size mbs",
-    "grad_accum": "gradient_accumulation_steps grad_accum_steps gradient_accumulation accumulate_grad_batches",
-    "global_batch": "global_batch_size train_batch_size gbs",
-    "price_per_gpu_hour": "price cost gpu_price",
-    "json": "format output_format",
-    "explain": "verbose details",
-}
-_OURS = {theirs: ours for ours, names in _ELSEWHERE.items() for theirs in names.split()}
+import tomllib
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def elsewhere() -> dict[str, str]:
+    """Return the names in other programs, separated by blanks, of each of zeroplan's (``synonyms.toml``)."""
+    return tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+@cache
+def _ours() -> dict[str, str]:
+    return {theirs: ours for ours, names in elsewhere().items() for theirs in names.split()}
 
 
 def ours_for(name: str) -> str:
@@ -52,7 +26,7 @@ def ours_for(name: str) -> str:
     >>> ours_for("--batch-size"), ours_for("gradient_checkpointing"), ours_for("colour")
     ('micro_batch', 'recompute=full', '')
     """
-    return _OURS.get(name.strip("-").lower().replace("-", "_"), "")
+    return _ours().get(name.strip("-").lower().replace("-", "_"), "")
 
 
 def meant(value: str, choices: list[str]) -> str:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.reserved_shares import Shares, pressed_of, shares_of
 from zeroplan.ledger import Band, Kind, Moment, Phase, bytes_by_kind
-from zeroplan.numeric import Int, maximum, minimum
+from zeroplan.numeric import Bool, Int, maximum, minimum, where
 from zeroplan.spec.hardware import AllocatorSettings
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.trace import Moments
@@ -71,22 +71,37 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(moments: Sequence[Moment], recipe: RecipeSpec) -> Sizes:
-    """Return the highest totals over the moments; ints or columns. [bytes]"""
+    """Return the highest totals over the moments; ints or columns. [bytes]
+
+    Streams and kinds of a first micro-batch count where it is the peak (:meth:`~zeroplan.weights.Highest.with_first`).
+    """
     by_kind: defaultdict[Kind, list[Int]] = defaultdict(list)
     by_pool = list[tuple[Int, ...]]()
     own, totals = own_pools(recipe), list[Int]()
+    first_counts = _first_is_highest(moments)
     for moment in moments:
         kinds = bytes_by_kind(moment.lines)
         totals.append(sum(kinds.values(), start=0))
-        if moment.phase is Phase.INIT:
+        is_first = moment.phase is Phase.FIRST
+        if moment.phase is Phase.INIT or (is_first and first_counts is False):
             continue
         if Kind.ACTIVATION_GRADIENTS in kinds:  # they reuse blocks of activations, which have the same sizes
             kinds[Kind.ACTIVATIONS] = kinds.get(Kind.ACTIVATIONS, 0) + kinds.pop(Kind.ACTIVATION_GRADIENTS)
         for kind, n_bytes in kinds.items():
-            by_kind[kind].append(n_bytes)
-        by_pool.append(in_pools(weigh(moment.lines, own)))
+            by_kind[kind].append(where(first_counts, n_bytes, 0) if is_first else n_bytes)
+        pools = in_pools(weigh(moment.lines, own))
+        by_pool.append(tuple(where(first_counts, n_bytes, 0) for n_bytes in pools) if is_first else pools)
     streams = sum((maximum(0, *found) for found in zip(*by_pool, strict=True)), start=0)
     return Sizes(maximum(0, *totals), streams, {kind: maximum(0, *found) for kind, found in by_kind.items()})
+
+
+def _first_is_highest(moments: Sequence[Moment]) -> Bool:
+    """Whether a moment of the first micro-batch is higher than all of a later step."""
+    first = [moment.total_bytes for moment in moments if moment.phase is Phase.FIRST]
+    if not first:
+        return False
+    later = (moment.total_bytes for moment in moments if moment.phase not in (Phase.INIT, Phase.FIRST))
+    return maximum(0, *first) > maximum(0, *later)
 
 
 def reserved(sizes: Sizes, recipe: RecipeSpec, settings: AllocatorSettings = "default") -> Band:

@@ -166,44 +166,58 @@ class Moments(Sequence[Moment]):
 
 
 def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:
-    """Return the peak of the entries, and the highest total of each pool outside the initialisation; ints or columns. [bytes]"""
+    """Return the peak of the entries, and the highest total of each pool outside the initialisation; ints or columns. [bytes]
+
+    Pools of a first micro-batch count where it is the peak (:meth:`~zeroplan.weights.Highest.with_first`).
+    """
     groups = {id(lines): lines for entry in entries for lines in entry.alive}
     if all(isinstance(line[1], int) for lines in groups.values() for line in lines):
         return _highest_of_ints(entries, groups, pools)
     place = dict(zip(groups, range(len(groups)), strict=True))
     weights = weigh_each(groups.values(), pools).summed([[*map(place.__getitem__, map(id, one.alive))] for one in entries])
-    rows: dict[tuple[bool, int], list[int]] = {}
+    rows: dict[tuple[Phase | None, int], list[int]] = {}
     insides = {id(entry.inside): entry.inside for entry in entries}
     for at, entry in enumerate(entries):
-        rows.setdefault((entry.phase is Phase.INIT, id(entry.inside)), []).append(at)
-    found, begun = EMPTY, EMPTY
-    for (is_init, of), some in rows.items():
+        apart = entry.phase if entry.phase in _APART else None
+        rows.setdefault((apart, id(entry.inside)), []).append(at)
+    found, others = EMPTY, dict.fromkeys(_APART, EMPTY)
+    for (phase, of), some in rows.items():
         most, inside = weights.at(some).most(), insides[of]
         if inside is not None:
             found = found.or_of(inside.highest(pools).and_of(most))
-        elif is_init:
-            begun = most
+        elif phase is not None:
+            others[phase] = most
         else:
             found = found.or_of(most)
-    return Highest(maximum(found.peak_bytes, begun.peak_bytes), found.pools)
+    return _with_others(found, others[Phase.INIT], others[Phase.FIRST])
+
+
+#: The phases whose moments are not those of a step.
+_APART = (Phase.INIT, Phase.FIRST)
+
+
+def _with_others(found: Highest, begun: Highest, first: Highest) -> Highest:
+    """Return the maxima of a step with those of the initialisation and of the first micro-batch."""
+    found = found if first is EMPTY else found.with_first(first)
+    return found if begun is EMPTY else Highest(maximum(found.peak_bytes, begun.peak_bytes), found.pools)
 
 
 def _highest_of_ints(entries: Iterable[Entry], groups: Mapping[int, Sequence[Line]], pools: Pools) -> Highest:
     """Return the same if the lines of all groups are ints; those inside entries may be columns."""
     weights = {known: weigh(lines, pools) for known, lines in groups.items()}
     single: list[Weight] = []
-    begun: list[Weight] = []
+    others: dict[Phase, list[Weight]] = {phase: [] for phase in _APART}
     found = EMPTY
     for entry in entries:
         weight = together([weights[id(lines)] for lines in entry.alive])
         if entry.inside is not None:
             found = found.or_of(beside(entry.inside.highest(pools), weight))
-        elif entry.phase is Phase.INIT:
-            begun.append(weight)
+        elif entry.phase in others:
+            others[entry.phase].append(weight)
         else:
             single.append(weight)
-    found = found.or_of(most(single))
-    return Highest(maximum(found.peak_bytes, most(begun).peak_bytes), found.pools) if begun else found
+    begun, first = (most(weights) if weights else EMPTY for weights in others.values())
+    return _with_others(found.or_of(most(single)), begun, first)
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:

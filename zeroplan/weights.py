@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.ledger import Kind, Line, Role
-from zeroplan.numeric import Int, maximum
+from zeroplan.numeric import Int, maximum, where
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +59,17 @@ class Highest(NamedTuple):
         """Return the maxima if both are alive together, whichever moments they are of."""
         pools = tuple([one + more for one, more in zip(self.pools, other.pools, strict=True)])
         return Highest(self.peak_bytes + other.peak_bytes, pools)
+
+    def with_first(self, first: "Highest") -> "Highest":
+        """Return the maxima of a step's moments and of the ``first`` micro-batch's.
+
+        The pools of the first micro-batch count only where it is the peak. Recorded runs, from which reserved memory is estimated,
+        were related to the pools of a later step.
+        """
+        above = first.peak_bytes > self.peak_bytes
+        both = self.or_of(first)
+        pools = tuple([where(above, *pair) for pair in zip(both.pools, self.pools, strict=True)])
+        return Highest(both.peak_bytes, pools)
 
 
 #: The sums of no moments.

@@ -12,8 +12,7 @@ import pytest
 from tests.catalog.test_config import LLAMA, refusal
 from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import config_with_notes, model_from_config
-from zeroplan.catalog.config_rest import config_keys, known_keys
-from zeroplan.catalog.config_rest_keys import HARMLESS, ONLY
+from zeroplan.catalog.config_rest import ONLY, config_keys, harmless_keys, known_keys
 from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, USUAL_ACTIVATION
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ def test_what_a_class_writes_has_no_note_but_of_dropout(family: str) -> None:
 def harmless(family: str) -> Iterator[tuple[str, object]]:
     """Return the keys listed as harmless, each with another value; without names and token ids."""
     cls = pytest.importorskip("transformers").CONFIG_MAPPING[family]
-    said = {key for keys in (*HARMLESS.values(), *config_keys(family).harmless.values()) for key in keys}
+    said = harmless_keys() | {key for keys in config_keys(family).harmless.values() for key in keys}
     default = cls(**tiny_config(family)).to_dict()
     for key in sorted((said & set(default)) - {"return_dict"}):  # without it a causal model of transformers does not run
         value = default[key]

@@ -145,7 +145,7 @@ def test_the_json_has_the_keys_that_scripts_rely_on(run: Run, tmp_path: Path):
     assert payload["schema_version"] == 1
     (row,) = payload["comparisons"]
     parts = {"peak", "held", "host", "nvme", "phases", "kinds", "collectives", "allocator", "reserved", "contradicted"}
-    assert row.keys() == {"name", "agrees", "tolerance", "measurement", *parts}
+    assert row.keys() == {"name", "agrees", "tolerance", "measurement", "first_micro_batch", *parts}
     assert row["peak"].keys() == {"what", "predicted_bytes", "measured_bytes", "error"}
     assert (row["agrees"], row["peak"]["error"]) == (True, 0.0)
 

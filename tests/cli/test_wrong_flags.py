@@ -8,7 +8,7 @@ import pytest
 from tests.cli.command import Run
 from zeroplan import job
 from zeroplan.cli.job_flags import FLAGS
-from zeroplan.synonyms import _ELSEWHERE, _OURS
+from zeroplan.synonyms import _ours, elsewhere
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_a_job_file_and_python_get_the_same_message(run: Run, tmp_path: Path):
 def test_every_synonym_leads_to_an_existing_flag_and_is_not_a_flag_itself():
     flags = {flag.field for flag in FLAGS}
     of_commands = {"global_batch", "price_per_gpu_hour", "json", "explain"}
-    assert {ours.partition("=")[0] for ours in _ELSEWHERE} <= flags | of_commands
-    assert not _OURS.keys() & (flags | of_commands)
-    assert len(_OURS) == sum(len(names.split()) for names in _ELSEWHERE.values())
+    assert {ours.partition("=")[0] for ours in elsewhere()} <= flags | of_commands
+    assert not _ours().keys() & (flags | of_commands)
+    assert len(_ours()) == sum(len(names.split()) for names in elsewhere().values())
 
 
 def test_a_file_in_the_wrong_place_is_answered_with_the_right_flag(run: Run, tmp_path: Path):

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from zeroplan.ledger import Phase
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from zeroplan.engines.account import Account
-    from zeroplan.ledger import Phase
     from zeroplan.spec.batch import BatchSpec
     from zeroplan.spec.mesh import MeshSpec
 
@@ -30,7 +31,8 @@ class Columns:
 def assert_is_its_points(whole: Account, points: Sequence[Account]) -> None:
     """Assert that each place of a column has the moments of its point, in the same order and with the same bytes.
 
-    A column may have more moments, if other places allocate something there. They must not exceed the point's peak of that phase.
+    A column may have more moments, if other places allocate something there. They must not exceed the point's peak of that phase;
+    a first micro-batch, which only a point whose peak it is has, must not exceed the point's peak.
     """
     for at, point in enumerate(points):
         rest = iter(point.moments)
@@ -47,4 +49,5 @@ def assert_is_its_points(whole: Account, points: Sequence[Account]) -> None:
 
 
 def _highest(point: Account, phase: Phase) -> int:
-    return max((int(moment.total_bytes) for moment in point.moments if moment.phase is phase), default=0)
+    phases = (phase,) if phase is not Phase.FIRST else [other for other in Phase if other is not Phase.INIT]
+    return max((int(moment.total_bytes) for moment in point.moments if moment.phase in phases), default=0)

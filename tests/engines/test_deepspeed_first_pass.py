@@ -1,18 +1,27 @@
-"""The first micro-batch of DeepSpeed's stage 3, in which its coordinator records the modules, can hold the most experts."""
+"""The first micro-batch of DeepSpeed's stage 3, in which its coordinator records the modules, can be the peak of a run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.engines.columns import Columns, assert_is_its_points
 from zeroplan import estimate, job
+from zeroplan.engines.deepspeed import account
+from zeroplan.engines.deepspeed.stage3 import first
+from zeroplan.engines.deepspeed.stage3.training import Beside
 from zeroplan.engines.requests import first_requests_of
+from zeroplan.ledger import Phase
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
-from zeroplan.units import parse_size
+
+if TYPE_CHECKING:
+    from zeroplan.engines.account import Account
+    from zeroplan.spec.recipe import Optimizer, Recompute
 
 MIXTRAL = job(model="mixtral-8x7b", gpus=1).model
 #: Wide experts between few tokens, so that gathered weights decide the peak.
@@ -27,36 +36,93 @@ OPTIONS = {
 SIMULATED, LATER = 321_227_384, 310_091_632
 """Peaks of DeepSpeed 0.19.8's own code on fake tensors, in the first step and in the third; without cuBLAS's workspace."""
 WORKSPACE = 64 * 2**20
+OFFLOADED: dict[str, Any] = {"offload_optimizer": "cpu", "offload_param": "cpu"}
 
 
-def asked(recompute: str, **options: object) -> JobSpec:
+def asked(
+    recompute: Recompute = "none", *, ranks: int = 4, micro: int = 1, optimizer: Optimizer = "adamw", **options: Any
+) -> JobSpec:
     recipe = RecipeSpec(
-        engine="deepspeed", zero_stage=3, recompute=recompute, deepspeed=DeepSpeedOptions(**OPTIONS, **options)  # type: ignore[arg-type]
+        engine="deepspeed", zero_stage=3, recompute=recompute, optimizer=optimizer,
+        deepspeed=DeepSpeedOptions(**{**OPTIONS, **options}),
     )  # fmt: skip
-    return JobSpec(model=WIDE, recipe=recipe, mesh=MeshSpec(dp_shard=4), batch=BatchSpec(seq_len=64))
+    return JobSpec(
+        model=WIDE, recipe=recipe, mesh=MeshSpec(dp_shard=ranks), batch=BatchSpec(seq_len=64, grad_accum_steps=micro)
+    )
 
 
-def test_the_first_micro_batch_that_needs_more_is_named() -> None:
+def highest(answer: Account, *, of_first: bool) -> int:
+    """Return the peak of the first micro-batch, or of later ones and their step. [bytes]"""
+    others = (Phase.INIT, Phase.FIRST)
+    moments = (one for one in answer.moments if (one.phase is Phase.FIRST if of_first else one.phase not in others))
+    return max((int(one.total_bytes) for one in moments), default=0)
+
+
+def account_of(one: JobSpec) -> Account:
+    return account(one.model, one.recipe, one.mesh, one.batch)
+
+
+def test_the_first_micro_batch_is_the_peak() -> None:
     """The graph holds the experts' weights that the coordinator has released, and the backward gathers them once more."""
-    one = asked("none", offload_optimizer="cpu", offload_param="cpu")
-    answer = estimate(one)
-    assert answer.peak_bytes - WORKSPACE == pytest.approx(LATER, rel=1e-4)
-    assert _most(one) == pytest.approx(SIMULATED, rel=1e-5)
-    said = next(note for note in answer.notes if note.startswith("The first micro-batch"))
-    named = parse_size(" ".join(said.split()[7:9]))
-    assert SIMULATED - LATER < named < 1.01 * SIMULATED - LATER
+    one = asked(**OFFLOADED)
+    answer, found = estimate(one), account_of(one)
+    assert answer.peak.name == "first micro-batch: experts gathered for their backward"
+    assert answer.peak.phase is Phase.FIRST
+    assert answer.peak_bytes - WORKSPACE == pytest.approx(SIMULATED, rel=1e-5)
+    assert highest(found, of_first=False) == pytest.approx(LATER, rel=1e-4)
+    assert _most(one) == highest(found, of_first=True)
 
 
-@pytest.mark.parametrize(
-    ("recompute", "options"),
-    [("full", {"offload_optimizer": "cpu", "offload_param": "cpu"}), ("none", {}), ("full", {})],
-)
-def test_a_first_micro_batch_that_needs_less_is_not(recompute: str, options: dict[str, object]) -> None:
+@pytest.mark.parametrize(("recompute", "options"), [("full", OFFLOADED), ("none", {}), ("full", {})])
+def test_a_first_micro_batch_that_needs_less_has_no_moments(recompute: Recompute, options: dict[str, Any]) -> None:
     """With the optimizer on the GPU its states are made after the first micro-batch."""
     one = asked(recompute, **options)
     answer = estimate(one)
-    assert not any(note.startswith("The first micro-batch") for note in answer.notes)
+    assert not any(moment.phase is Phase.FIRST for moment in answer.engine_moments)
     assert _most(one) < answer.peak_bytes
+
+
+@pytest.mark.parametrize("case", [{"ranks": 512}, {"optimizer": "sgd"}, {"optimizer": "adagrad"}], ids=str)
+def test_without_offload_it_is_the_peak_if_the_states_that_are_made_later_are_small(case: dict[str, Any]) -> None:
+    """On many ranks, with an optimizer without states, and with Adagrad, whose states exist before the first step."""
+    one = asked(**case)
+    answer = estimate(one)
+    assert answer.peak.phase is Phase.FIRST
+    assert answer.peak_bytes - WORKSPACE == pytest.approx(_most(one), rel=2e-3)
+
+
+@pytest.mark.parametrize("options", [{}, OFFLOADED], ids=["on the GPU", "offloaded"])
+def test_what_is_left_out_is_never_the_peak(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """The same with every bound switched off, so that all moments of the first micro-batch are made."""
+    recomputes: tuple[Recompute, ...] = ("none", "full")
+    counts = [(recompute, ranks, micro) for recompute in recomputes for ranks in (1, 2, 8, 64, 512) for micro in (1, 2)]
+    jobs = [asked(recompute, ranks=ranks, micro=micro, **options) for recompute, ranks, micro in counts]
+    before = [max(highest(found, of_first=True), highest(found, of_first=False)) for found in map(account_of, jobs)]
+    monkeypatch.setattr(first, "most_at_first", lambda _: None)
+    monkeypatch.setattr(first, "more_at_first", lambda *_, **__: 10**12)
+    monkeypatch.setattr(first, "most_noted_at_first", lambda _: 10**12)
+    monkeypatch.setattr(first, "Beside", lambda traces, *_: Beside(traces, -(10**12), are_higher_in_forward=False))
+    after = [max(highest(found, of_first=True), highest(found, of_first=False)) for found in map(account_of, jobs)]
+    assert before == after
+
+
+def test_a_column_of_ranks_and_micro_batches_is_its_points() -> None:
+    points = [
+        (MeshSpec(dp_shard=ranks), BatchSpec(seq_len=64, grad_accum_steps=micro)) for ranks in (2, 8, 512) for micro in (1, 2)
+    ]
+    one = asked()
+    whole = account(one.model, one.recipe, *(Columns(points),) * 2)  # type: ignore[arg-type]
+    singles = [account(one.model, one.recipe, mesh, batch) for mesh, batch in points]
+    assert_is_its_points(whole, singles)
+    assert {highest(single, of_first=True) > 0 for single in singles} == {True, False}
+
+
+def test_only_a_steps_last_micro_batch_takes_norms() -> None:
+    """DeepSpeed 0.19.8, stage3.py, partition_grads: ``is_gradient_accumulation_boundary``."""
+    alone, several = (account_of(asked(micro=micro, **OFFLOADED)) for micro in (1, 2))
+    name = "first micro-batch: bucket reduced during the backward"
+    at_end, before = (max(int(one.total_bytes) for one in found.moments if one.name == name) for found in (alone, several))
+    assert before < at_end
 
 
 def _most(one: JobSpec) -> int:

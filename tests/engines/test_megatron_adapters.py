@@ -17,7 +17,7 @@ from zeroplan.ledger import Kind, Line
 from zeroplan.measurement import Measurement
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
-from zeroplan.transformer.megatron import layer_lines
+from zeroplan.transformer.megatron import layers_of
 
 needs_megatron = pytest.mark.skipif(find_spec("megatron") is None, reason="megatron-core is not installed")
 
@@ -49,6 +49,10 @@ def test_peaks_held_bytes_and_traffic_are_those_of_a_run(said: dict[str, object]
     assert isinstance(one, Measurement), one
     beyond = compare_with_estimate(one).beyond(0.001)
     assert not beyond, [f"{row.what} {row.error:+.3%}" for row in beyond]
+
+
+def _kept(one: JobSpec) -> tuple[Line, ...]:
+    return layers_of(one, ("dense",)).kinds["dense"].kept
 
 
 def _of(lines: tuple[Line, ...], kind: Kind) -> int:
@@ -90,9 +94,7 @@ def test_experts_adapters_are_shared_by_fewer_ranks() -> None:
 
 
 def test_transformer_engines_norms_keep_their_output_beside_the_adapters_copy() -> None:
-    theirs, own = (
-        layer_lines(adapted(model="llama-2-7b", gpus=2, local=local, recompute="none"), "dense") for local in (False, True)
-    )
+    theirs, own = (_kept(adapted(model="llama-2-7b", gpus=2, local=local, recompute="none")) for local in (False, True))
     kept = [
         {line.reason for line in lines if line.reason.startswith("output of") and "norm" in line.reason}
         for lines in (theirs, own)
@@ -126,5 +128,5 @@ def test_a_layer_may_have_no_adapter_at_all() -> None:
     both: ModelSpec
     both, attention = (adapted(model="llama-2-7b", gpus=2, lora_targets=name).model for name in ("all-linear", "attention"))
     assert both.adapter != attention.adapter
-    lines = layer_lines(replace(adapted(model="llama-2-7b", gpus=2), model=attention), "dense")
+    lines = _kept(replace(adapted(model="llama-2-7b", gpus=2), model=attention))
     assert not any("matrix's adapter" in line.reason and "MLP" in line.reason for line in lines)

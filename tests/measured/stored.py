@@ -1,8 +1,8 @@
 """Stores records of the matrix in a small file, one per line.
 
 The first line is a whole record. Each other line has only the values in which its record differs from the first. A line merged
-into the first is an ordinary record (:class:`zeroplan.measurement.Measurement`) of the last step, so that no default of a later
-version changes what an old line means. Needs no torch.
+into the first is an ordinary record (:class:`zeroplan.measurement.Measurement`) of the last step, and of the first if that is
+higher, so that no default of a later version changes what an old line means. Needs no torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pydantic import TypeAdapter
 
-from zeroplan.measurement import Environment, Measurement
+from zeroplan.measurement import Environment, Measurement, StepMeasured
 from zeroplan.spec.base import read
 from zeroplan.spec.job import JobSpec
 from zeroplan.whole import write_whole
@@ -51,20 +51,26 @@ class Refusal(NamedTuple):
 
 
 def small(measured: Measurement) -> Measurement:
-    """Return a record of one step, with kinds only at the peak, and without what all share or where it ran."""
-    steady = measured.steady
-    phases = tuple(
-        replace(phase, kinds=phase.kinds if phase == steady.peak else {}, counted_bytes=None) for phase in steady.phases
-    )
+    """Return a record of the last step, with kinds only at the peak, and without what all share or where it ran.
+
+    The first step stays if it is higher.
+    """
+    begun, steady = measured.steps[0], measured.steady
+    steps = (begun, steady) if begun.peak.peak_bytes > steady.peak.peak_bytes else (steady,)
     first = measured.initialisation
     packages = {name: version for name, version in measured.environment.packages.items() if name != "zeroplan"}
     return replace(
         measured,
         environment=Environment(python="", platform="", packages=packages),
         initialisation=None if first is None else replace(first, kinds={}),
-        steps=(replace(steady, phases=phases),),
+        steps=tuple(map(_small_step, steps)),
         remarks=tuple(remark for remark in measured.remarks if remark.startswith("few layers")),
     )
+
+
+def _small_step(step: StepMeasured) -> StepMeasured:
+    phases = (replace(phase, kinds=phase.kinds if phase == step.peak else {}, counted_bytes=None) for phase in step.phases)
+    return replace(step, phases=tuple(phases))
 
 
 def without_courses(measured: Measurement) -> Measurement:

@@ -22,6 +22,7 @@ from zeroplan.catalog.model import model as published
 from zeroplan.engines.account import Account
 from zeroplan.engines.megatron.chunks import chunks_per_rank
 from zeroplan.engines.megatron.inputs import ATTENTION_MASK
+from zeroplan.engines.megatron.leftover import GRAPHS
 from zeroplan.engines.optimizers import implementation_of
 from zeroplan.engines.quantised import TABLES
 from zeroplan.engines.requests import STEPS, not_written, requests_of
@@ -36,6 +37,7 @@ from zeroplan.report.payload import estimate_payload
 from zeroplan.report.text import estimate_text
 from zeroplan.resolve import request_of, resolve
 from zeroplan.spec.base import read
+from zeroplan.spec.float8 import ON_BLACKWELL
 from zeroplan.spec.hardware import node_size
 from zeroplan.spec.job import ENGINE_STAGES
 from zeroplan.spec.pipeline import stages_per_rank
@@ -98,6 +100,8 @@ def adds_up(job: JobSpec, _: Random) -> None:
 def least(answer: Estimate) -> int:
     """Return a lower bound for any sharding: two bytes for each trained parameter of a rank's even share. [bytes]"""
     mesh, of_pipeline = answer.job.mesh, answer.pipeline
+    if answer.job.recipe.megatron.hybrid_layer_pattern is not None:  # whose layers the model's number of parameters leaves out
+        return 0
     if of_pipeline:
         return 2 * of_pipeline[0].parameters // (mesh.world_size // mesh.dp_replicate)
     return 2 * answer.trained_parameters // (mesh.world_size // mesh.dp_replicate)
@@ -127,8 +131,10 @@ def most(job: JobSpec, parameters: int) -> int:
 def _padded(job: JobSpec, parameters: int) -> int:
     """Return the parameters with FSDP2's padding: it pads each tensor's first dimension to a multiple of the ranks.
 
-    Expert tensors have few rows there, so that their padding is large.
+    Expert tensors have few rows there, so that their padding is large. Megatron-FSDP pads experts to whole rows of each rank.
     """
+    if (job.recipe.engine, job.recipe.zero_stage) == ("megatron", 3):
+        return max(parameters, _share(job) * job.mesh.world_size)
     rows = min(job.model.hidden_size, job.model.moe.num_experts if job.model.moe else job.model.hidden_size)
     return parameters * (1 + job.mesh.dp_shard * job.mesh.cp // rows if job.recipe.engine == "fsdp2" else 1)
 
@@ -241,7 +247,8 @@ def grows_with_layers(job: JobSpec, _: Random) -> None:
 
     ZeroRedundancyOptimizer distributes whole tensors, the largest first: with another layer this rank may get fewer elements.
     DeepSpeed's stage 3 gathers ahead by numbers of elements (``stage3_max_live_parameters``, ``stage3_prefetch_bucket_size``):
-    with another layer in between, embedding and head may no longer be gathered at the same time.
+    with another layer in between, embedding and head may no longer be gathered at the same time. Megatron-FSDP's queues have whole
+    layers, of another average size where layers differ.
     """
     if job.model.profile is not None:
         raise Refused("a profile has its layers")
@@ -254,7 +261,9 @@ def grows_with_layers(job: JobSpec, _: Random) -> None:
     less = max(0, _gathered(job, highest) - _gathered(deeper, highest)) if _gathers_ahead(job) else 0
     if (job.recipe.engine, job.recipe.zero_stage) == ("ddp", 1):
         less = max(0, _of_optimizer(job) - _of_optimizer(deeper))
-    assert _peak(deeper) + less >= _peak(job)
+    if (job.recipe.engine, job.recipe.zero_stage) == ("megatron", 3):
+        less = max(_whole(job, highest) - _whole(deeper, name) for name in (highest, answered(deeper).peak.name))
+    assert _peak(deeper) + max(0, less) >= _peak(job)
 
 
 def _one_for_each_chunk(job: JobSpec) -> int:
@@ -287,6 +296,12 @@ def _gathers_ahead(job: JobSpec) -> bool:
 def _gathered(job: JobSpec, name: str) -> int:
     """Return the gathered parameters at the highest moment of this name. [bytes]"""
     return _of_moment(job, name, lambda line: line.kind is Kind.GATHER)
+
+
+def _whole(job: JobSpec, name: str) -> int:
+    """Return the whole weights and gradients at the highest moment of this name. [bytes]"""
+    kinds = (Kind.UNSHARDED_PARAMETERS, Kind.UNSHARDED_GRADIENTS)
+    return _of_moment(job, name, lambda line: line.kind in kinds)
 
 
 def _of_moment(job: JobSpec, name: str, counts: Callable[[Line], bool]) -> int:
@@ -351,6 +366,7 @@ _OF_CHECKPOINTS = (
     "masks of eager attention, local and global", "mask of the sliding window, booleans",
     "position ids, int64, held by checkpoints",
     "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves only copies
+    GRAPHS,  # of the recomputed forwards
 )  # fmt: skip
 
 
@@ -424,7 +440,7 @@ def _of_megatron(more: JobSpec, less: JobSpec) -> int:
     """Return what a wholly recomputed layer of Megatron-Core has more than one of which only attention is recomputed. [bytes]
 
     That is its MLP, further layers of its checkpoint, and what attention keeps: selective recomputation runs attention again only
-    after the backward of the MLP.
+    after the backward of the MLP. A checkpoint's backward also holds its output and the gradient of it.
     """
     answer = answered(more)
     if more.recipe.engine != "megatron" or not _is_run_again(more):
@@ -434,7 +450,8 @@ def _of_megatron(more: JobSpec, less: JobSpec) -> int:
         int(line.n_bytes) for line in lines if line.reason.startswith(("MLP: ", "experts: ", "router: ", "shared expert: "))
     )
     together = sum(int(line.n_bytes) for line in lines if "more layers of the checkpoint" in line.reason)
-    return mlp + together + max(_lacks(kind, more, less) for kind, _ in answer.kept)
+    output = sum(int(line.n_bytes) for line in lines if line.reason == "output of the layer")
+    return mlp + together + 2 * output + max(_lacks(kind, more, less) for kind, _ in answer.kept)
 
 
 def _lacks(kind: str, more: JobSpec, less: JobSpec) -> int:
@@ -516,7 +533,8 @@ def has_a_time(job: JobSpec, _: Random) -> None:
     longer: collectives and copies are hidden behind the same computation, so that more computation can hide more than it takes.
     """
     if job.cluster.gpu is None:
-        job = replace(job, cluster=replace(job.cluster, gpu=gpu("h100-sxm-80gb"), gpus_per_node=node_size(job.cluster) or 8))
+        card = gpu("b200" if job.recipe.float8_recipe in ON_BLACKWELL else "h100-sxm-80gb")
+        job = replace(job, cluster=replace(job.cluster, gpu=card, gpus_per_node=node_size(job.cluster) or 8))
     time = _time(job)
     assert all(0 <= part.seconds < inf and 0 <= part.hidden_s < inf for part in time.parts), time.parts
     assert 0 < time.seconds < inf

@@ -14,7 +14,7 @@ from zeroplan.estimator import engine_module
 
 
 @dataclass(frozen=True)
-class _Columns:
+class Columns:
     """A mesh or a batch with columns for some of its numbers."""
 
     numbers: Mapping[str, Any]
@@ -74,7 +74,7 @@ def grid_of(points: Sequence[JobSpec]) -> tuple[Account, ...]:
     batch = {name: np.array([getattr(one.batch, name) for one in points], dtype=np.int64) for name in names}
     ranks = np.array([one.mesh.dp_shard for one in points], dtype=np.int64)
     mesh = {**asdict(job.mesh), "dp_shard": ranks, "dp_replicate": ranks * 0 + job.mesh.dp_replicate}
-    return accounts_of(job, _Columns(mesh), _Columns({**asdict(job.batch), **batch}))
+    return accounts_of(job, Columns(mesh), Columns({**asdict(job.batch), **batch}))
 
 
 def at_place(value: Any, at: int) -> int:

@@ -3,12 +3,13 @@
 Every key is used, ignored as harmless, refused if its value has no formula, or named in a note.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from pathlib import Path
 from typing import get_args
 
 from zeroplan.catalog.config_gemma4 import period_of
-from zeroplan.catalog.config_rest_keys import HARMLESS, ONLY
 from zeroplan.catalog.text import shown
 from zeroplan.errors import NoFormulasError, SpecError
 from zeroplan.spec.family import (
@@ -41,6 +42,12 @@ LINEAR_FIELDS = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head
 _LOOKED_AT = (
     "num_experts", "num_local_experts", "n_routed_experts", "kv_lora_rank", "word_embed_proj_dim", "text_config", "layer_types",
 )  # fmt: skip
+#: Keys with the only values that the formulas cover, in all families; absent or null means the class's default.
+ONLY: dict[str, tuple[object, ...]] = {
+    "output_hidden_states": (False,),
+    "output_attentions": (False,),
+    "per_layer_config": ({},),
+}
 _MOST_NAMED = 12
 _WAY_OUT = "`zeroplan profile --config` traces the model itself"
 _OF_CAUSAL_MODELS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "LMModel")
@@ -84,6 +91,13 @@ def activation_of(config: Config, family: str) -> Activation | None:
 
 
 @cache
+def harmless_keys() -> frozenset[str]:
+    """Return the keys that change no tensor of a training step in any family (``harmless_keys.toml``)."""
+    reasons = tomllib.loads(Path(__file__).with_name("harmless_keys.toml").read_text(encoding="utf-8"))
+    return frozenset(key for keys in reasons.values() for key in keys.split())
+
+
+@cache
 def known_keys(family: str) -> frozenset[str]:
     """Return every key that is used, refused, named or harmless in a config of ``family``."""
     fields = (
@@ -96,11 +110,10 @@ def known_keys(family: str) -> frozenset[str]:
     own = config_keys(family)
     read = (key for field in fields for key in own.keys.get(field, (field,)))
     optional = ("use_sliding_window", "max_window_layers") if own.optional_window else ()
-    harmless = (*HARMLESS.values(), *own.harmless.values())
     return frozenset((
         *read, *optional, *own.read, *_LOOKED_AT, *own.fixed, own.activation, *own.dropout, *ONLY, *own.only, *own.not_null,
         *own.in_turn, *own.counted_as,
-        *(key for keys in harmless for key in keys),
+        *harmless_keys(), *(key for keys in own.harmless.values() for key in keys),
     ))  # fmt: skip
 
 

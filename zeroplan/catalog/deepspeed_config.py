@@ -10,6 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple, get_args
 
+from zeroplan.catalog.setups.keys import Keys, keys_of
 from zeroplan.catalog.text import read_text, shown, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.spec.recipe import DeepSpeedOptions, OffloadDevice, Stage
@@ -99,8 +100,9 @@ class _Reader:
     # Refused and unknown keys
 
     def _refuse_what_is_not_modelled(self) -> None:
-        for prefix, section, refused in (("", self._data, _REFUSED), ("zero_optimization.", self._zero, _ZERO_REFUSED)):
-            for key, harmless in refused.items():
+        for prefix, section, keys in self._sections_with_keys():
+            for key in keys.refused.split():
+                harmless = keys.harmless.get(key, [None])[0]
                 if key in section and not _is_off(section[key], harmless) and not self._unread(key):
                     raise SpecError(
                         f"{self._where}: {prefix}{key}={shown(section[key])} changes memory in a way that is not modelled; "
@@ -113,14 +115,17 @@ class _Reader:
                     "leave it out"
                 )
 
+    def _sections_with_keys(self) -> Iterator[tuple[str, Mapping[str, object], Keys]]:
+        yield "", self._data, keys_of("deepspeed")
+        yield "zero_optimization.", self._zero, keys_of("deepspeed-zero_optimization")
+
     def _unread(self, key: str) -> bool:
         """Whether only ZeRO's stages 1 and 2 read a key, and the stage is another (engine.py, _configure_zero_optimizer)."""
         return key == "round_robin_gradients" and str(self._zero.get("stage", 0)) not in ("1", "2")
 
     def _note_unknown_keys(self) -> None:
-        known = {"": _KNOWN | _REFUSED.keys(), "zero_optimization.": _ZERO_KNOWN | _ZERO_REFUSED.keys() | _OPTION_OF.keys()}
-        for prefix, section in (("", self._data), ("zero_optimization.", self._zero)):
-            for key in sorted(section.keys() - known[prefix]):
+        for prefix, section, keys in self._sections_with_keys():
+            for key in sorted(section.keys() - {*keys.known.split(), *keys.refused.split(), *(_OPTION_OF if prefix else ())}):
                 self._notes.append(f"{shown(prefix + key)} is not known here and left out")
 
     def _of_the_script(self) -> dict[str, object]:
@@ -400,41 +405,9 @@ _NVME_KEYS = {
     "offload_param": ("buffer_count", "buffer_size", "max_in_cpu"),
 }
 
-#: Keys that change memory and have no field in a job, with the value that has no effect.
-_ZERO_REFUSED: dict[str, object] = {
-    "cpu_offload": None, "cpu_offload_param": None, "zenflow": None,
-    "zero_quantized_nontrainable_weights": None,
-    "mics_shard_size": -1, "mics_hierarchical_params_gather": None, "leaf_module": None,
-    "parameter_alignment": None, "round_robin_gradients": None, "legacy_stage1": None,
-    "allgather_partitions": True, "use_multi_rank_bucket_allreduce": True, "stage3_module_granularity_threshold": 0,
-    "module_granularity_threshold": 0, "stage3_use_all_reduce_for_fetch_params": None, "use_all_reduce_for_fetch_params": None,
-    "save_muon_momentum_buffer_in_memory": None,
-}  # fmt: skip
-_REFUSED: dict[str, object] = {
-    "fp8": None, "amp": None, "torch_autocast": None, "sparse_gradients": None, "sparse_attention": None,
-    "compression_training": None, "quantize_training": None, "weight_quantization": None, "hybrid_engine": None,
-    "progressive_layer_drop": None, "eigenvalue": None, "curriculum_learning": None, "data_efficiency": None,
-    "expert_parallel": None, "tensor_parallel": None, "sequence_parallel_size": 1, "elasticity": None, "autotuning": None,
-}  # fmt: skip
+#: Keys of other sections that change memory and have no field in a job.
 _INNER_REFUSED = (
     ("activation_checkpointing", "partition_activations"), ("activation_checkpointing", "cpu_checkpointing"),
     ("activation_checkpointing", "contiguous_memory_optimization"), ("fp16", "fp16_master_weights_and_grads"),
     ("bf16", "immediate_grad_update"), ("compile", "deepcompile"), ("data_types", "keep_in_fp32_modules"),
 )  # fmt: skip
-#: Keys that are read, and keys that change no memory of a training step.
-_ZERO_KNOWN = frozenset({
-    "offload_optimizer", "offload_param",
-    "stage", "allgather_bucket_size", "load_from_fp32_weights", "elastic_checkpoint", "cpu_offload_use_pin_memory",
-    "stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save",
-    "stage3_gather_fp16_weights_on_model_save", "ignore_unused_parameters", "pipeline_loading_checkpoint",
-    "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
-})  # fmt: skip
-_KNOWN = frozenset({
-    OWN_SECTION, "zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "data_types", "train_batch_size",
-    "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "communication_data_type",
-    "activation_checkpointing", "compile", "scheduler", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
-    "dump_state", "log_level", "tensorboard", "wandb", "csv_monitor", "comet", "monitor_config", "comms_logger",
-    "flops_profiler", "timers", "checkpoint", "nebula", "aio", "dataloader_drop_last", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op",
-    "seq_parallel_communication_data_type", "disable_python_gc", "vocabulary_size", "use_data_before_expert_parallelism",
-})  # fmt: skip

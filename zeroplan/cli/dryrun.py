@@ -7,10 +7,10 @@ import typer
 
 from zeroplan.cli import NO, json_text
 from zeroplan.cli.dryrun_files import printable, saved_at, show_saved
-from zeroplan.cli.dryrun_flags import Flags, with_dryrun_flags
+from zeroplan.cli.dryrun_flags import Flags, Words
 from zeroplan.cli.dryrun_on_card import Limits, ScriptRun, on_card
 from zeroplan.cli.dryrun_task import dry_run_of
-from zeroplan.cli.flags import TOLERANCE, parse_tolerance
+from zeroplan.cli.flags import TOLERANCE, parse_tolerance, with_fields
 from zeroplan.dryrun.command import read_command
 from zeroplan.units import Unit, unit_named
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from zeroplan.script_trace import SavedRun
 
 
-@with_dryrun_flags
-def dryrun_command(words: list[str] | None, flags: Flags) -> int:
+@with_fields
+def dryrun_command(*, words: Words = None, flags: Flags) -> int:
     """Run your training script as one rank of N without a GPU, and print the GPU memory: zeroplan dryrun --gpus 8 -- train.py
 
     The script really runs, with all that it does beside training. Its output goes to standard error, the answer to standard output.

@@ -1,9 +1,7 @@
 """The flags of `zeroplan dryrun`, each a field of ``Flags``, and which of them exclude each other."""
 
-import inspect
-from collections.abc import Callable
-from functools import partial, wraps
-from typing import Annotated, NamedTuple, get_type_hints
+from functools import partial
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -178,24 +176,7 @@ _UNTIL_END = _Rule("--until-end", ("--steps", "--profile"), "which does not stop
 _AGAINST = _Rule("--against", ("--verbose",), "which prints the changes instead of the answer")
 
 
-def with_dryrun_flags(command: Callable[[list[str] | None, Flags], int]) -> Callable[..., int]:
-    """Turn ``f(words, flags)`` into a command with every flag in its signature, which typer reads."""
-
-    @wraps(command)
-    def run(*, words: list[str] | None, **given: object) -> int:
-        return command(words, Flags(**given))  # type: ignore[arg-type]  # typer has read each by its type
-
-    hints = {"words": _WORDS, **get_type_hints(Flags, include_extras=True)}
-    defaults = {"words": None, **Flags._field_defaults}
-    run.__signature__ = inspect.Signature([  # type: ignore[attr-defined]
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=hint, default=defaults[name])
-        for name, hint in hints.items()
-    ])  # fmt: skip
-    run.__annotations__ = hints
-    return run
-
-
-_WORDS = Annotated[
+Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="-- COMMAND", help="The script and its arguments, -m module, torchrun …, accelerate launch …, deepspeed …"

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 
 from zeroplan.cli import NO, json_text, say
-from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse_two_renderings, switch
+from zeroplan.cli.flags import AsJson, AsMarkdown, Force, UnitName, flag, refuse_two_renderings, switch, with_fields
 from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate, replayed_if_tight
 from zeroplan.resolve import Resolved
-from zeroplan.units import Unit, unit_named
+from zeroplan.units import unit_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,57 +19,108 @@ if TYPE_CHECKING:
     from zeroplan.remedies import Longest, Remedy
     from zeroplan.report.checks import Beside
 
-Verbose = Annotated[bool, switch("--verbose", "Also print every kind, pipeline rank, collective and note.", short="-v")]
-Explain = Annotated[bool, switch("--explain", "Print every line with its formula, numbers and source.")]
-Check = Annotated[bool, switch("--check", "Exit with 1 if the job does not fit its GPU.")]
-Replay = Annotated[
-    bool,
-    switch(
-        "--replay",
-        "Replay the step's requests through a model of CUDA's allocator: one figure for reserved memory, not a range.",
-    ),
-]
-MaxSeq = Annotated[
-    bool, switch("--max-seq", "Also find the longest sequences that fit the GPU, with everything else as it is.")
-]
-TraceFile = Annotated[str | None, flag("--trace", "FILE", "Write the step for Perfetto (ui.perfetto.dev).")]
-SnapshotFile = Annotated[str | None, flag("--snapshot", "FILE", "Write the step for torch's memory_viz, as a pickle.")]
+
+class Flags(NamedTuple):
+    """The values as typed: the format of the answer, and the files to write for a replayed step."""
+
+    verbose: Annotated[bool, switch("--verbose", "Also print every kind, pipeline rank, collective and note.", short="-v")] = (
+        False
+    )
+    explain: Annotated[bool, switch("--explain", "Print every line with its formula, numbers and source.")] = False
+    unit: UnitName = "gib"
+    as_json: AsJson = False
+    as_markdown: AsMarkdown = False
+    check: Annotated[bool, switch("--check", "Exit with 1 if the job does not fit its GPU.")] = False
+    replay: Annotated[
+        bool,
+        switch(
+            "--replay",
+            "Replay the step's requests through a model of CUDA's allocator: one figure for reserved memory, not a range.",
+        ),
+    ] = False
+    max_seq: Annotated[
+        bool, switch("--max-seq", "Also find the longest sequences that fit the GPU, with everything else as it is.")
+    ] = False
+    trace: Annotated[str | None, flag("--trace", "FILE", "Write the step for Perfetto (ui.perfetto.dev).")] = None
+    snapshot: Annotated[str | None, flag("--snapshot", "FILE", "Write the step for torch's memory_viz, as a pickle.")] = None
+    force: Force = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether any file was requested."""
+        return self.trace is not None or self.snapshot is not None
+
+    def refuse(self) -> None:
+        """Raise SpecError for --force without a file."""
+        if self.force and not self.wanted:
+            raise SpecError(
+                "--force overwrites a file, but no flag writes one; add --trace FILE or --snapshot FILE, or leave --force out"
+            )
+
+    def write(self, answer: Estimate) -> None:
+        """Write the requested files."""
+        if answer.replay is None or not self.wanted:
+            return
+        from zeroplan.replay import trace_of  # noqa: PLC0415  imports only what was requested
+        from zeroplan.saved_runs.perfetto import save_events  # noqa: PLC0415
+        from zeroplan.saved_runs.snapshot import save_requests  # noqa: PLC0415
+
+        requests = trace_of(answer.replay.log)
+        if self.trace is not None:
+            save_events(requests, _name(answer), Path(self.trace), force=self.force)
+        if self.snapshot is not None:
+            save_requests(requests, Path(self.snapshot), force=self.force)
+
+    def show(self, answer: Estimate, resolved: Resolved, changes: "tuple[Remedy, ...]", longest: "Longest | None") -> None:
+        """Print the answer."""
+        notes, lengths, lines = resolved.notes, None, _in_words(longest)
+        if resolved.varying is not None:
+            from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
+            from zeroplan.step_peaks import step_peaks  # noqa: PLC0415
+
+            found = step_peaks(answer, resolved.varying)
+            lines, lengths = lengths_lines(found, unit_named(self.unit)), lengths_payload(found)
+        if self.as_json:
+            typer.echo(_json(answer, notes, changes, lengths, longest))
+        elif self.as_markdown:
+            from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the chosen rendering is loaded
+
+            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lines))
+        else:
+            self._show_text(answer, notes, changes, lines)
+
+    def _show_text(
+        self, answer: Estimate, notes: tuple[str, ...], changes: "tuple[Remedy, ...]", lengths: tuple[str, ...]
+    ) -> None:
+        from zeroplan.cli.terminal import show  # noqa: PLC0415  only the chosen rendering is loaded
+        from zeroplan.report.text import estimate_text  # noqa: PLC0415
+        from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
+
+        how = {"verbose": self.verbose, "explain": self.explain}
+        text = estimate_text(answer, notes, changes, **how, unit=unit_named(self.unit), lengths=lengths)
+        show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
 @with_job_flags
-def estimate_command(
-    *,
-    resolved: Resolved,
-    verbose: Verbose = False,
-    explain: Explain = False,
-    unit: UnitName = "gib",
-    as_json: AsJson = False,
-    as_markdown: AsMarkdown = False,
-    check: Check = False,
-    replay: Replay = False,
-    max_seq: MaxSeq = False,
-    trace: TraceFile = None,
-    snapshot: SnapshotFile = None,
-    force: Force = False,
-) -> int:
+@with_fields
+def estimate_command(*, resolved: Resolved, flags: Flags) -> int:
     """Estimate the memory of each GPU: does the job fit, when is the peak, and what is alive then?"""
-    files = _Files(trace, snapshot, force)
-    how = _How(verbose, explain, unit_named(unit), as_json, as_markdown)
-    refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
-    files.refuse()
-    if check and resolved.job.cluster.gpu is None:
+    unit_named(flags.unit)
+    refuse_two_renderings(as_json=flags.as_json, as_markdown=flags.as_markdown)
+    flags.refuse()
+    if flags.check and resolved.job.cluster.gpu is None:
         raise SpecError("--check needs a GPU to compare with; add --gpu NAME (`zeroplan gpus` lists them)")
-    longest = _longest(resolved) if max_seq else None
-    answer = replayed_if_tight(estimate(resolved.job, replay=replay or files.wanted))
-    files.write(answer)
+    longest = _longest(resolved) if flags.max_seq else None
+    answer = replayed_if_tight(estimate(resolved.job, replay=flags.replay or flags.wanted))
+    flags.write(answer)
     loop = _loop(resolved)
-    in_short = not (verbose or explain or as_json or as_markdown)
+    in_short = not (flags.verbose or flags.explain or flags.as_json or flags.as_markdown)
     if loop is not None and not in_short:
         resolved = resolved._replace(notes=(loop.says, *resolved.notes))
-    how.show(answer, resolved, _changes(answer, resolved.keys), longest)
+    flags.show(answer, resolved, _changes(answer, resolved.keys), longest)
     if loop is not None and in_short:
         say(loop.says)
-    return NO if check and not (_passes(answer) and (loop is None or loop.fits)) else 0
+    return NO if flags.check and not (_passes(answer) and (loop is None or loop.fits)) else 0
 
 
 def _changes(answer: Estimate, keys: "Mapping[str, str]") -> "tuple[Remedy, ...]":
@@ -103,79 +154,6 @@ def _loop(resolved: Resolved) -> "Beside | None":
     from zeroplan.report.checks import loop_beside  # noqa: PLC0415  few files have a loop
 
     return loop_beside(resolved.job, resolved.loop)
-
-
-class _Files(NamedTuple):
-    """The files to write for a replayed step; None for a file that was not requested."""
-
-    trace: str | None
-    snapshot: str | None
-    force: bool
-
-    @property
-    def wanted(self) -> bool:
-        """Whether any file was requested."""
-        return self.trace is not None or self.snapshot is not None
-
-    def refuse(self) -> None:
-        """Raise SpecError for --force without a file."""
-        if self.force and not self.wanted:
-            raise SpecError(
-                "--force overwrites a file, but no flag writes one; add --trace FILE or --snapshot FILE, or leave --force out"
-            )
-
-    def write(self, answer: Estimate) -> None:
-        """Write the requested files."""
-        if answer.replay is None or not self.wanted:
-            return
-        from zeroplan.replay import trace_of  # noqa: PLC0415  imports only what was requested
-        from zeroplan.saved_runs.perfetto import save_events  # noqa: PLC0415
-        from zeroplan.saved_runs.snapshot import save_requests  # noqa: PLC0415
-
-        requests = trace_of(answer.replay.log)
-        if self.trace is not None:
-            save_events(requests, _name(answer), Path(self.trace), force=self.force)
-        if self.snapshot is not None:
-            save_requests(requests, Path(self.snapshot), force=self.force)
-
-
-class _How(NamedTuple):
-    """The format of the answer."""
-
-    verbose: bool
-    explain: bool
-    unit: Unit
-    as_json: bool
-    as_markdown: bool
-
-    def show(self, answer: Estimate, resolved: Resolved, changes: "tuple[Remedy, ...]", longest: "Longest | None") -> None:
-        """Print the answer."""
-        notes, lengths, lines = resolved.notes, None, _in_words(longest)
-        if resolved.varying is not None:
-            from zeroplan.report.lengths import lengths_lines, lengths_payload  # noqa: PLC0415  only lengths that vary pay for it
-            from zeroplan.step_peaks import step_peaks  # noqa: PLC0415
-
-            found = step_peaks(answer, resolved.varying)
-            lines, lengths = lengths_lines(found, self.unit), lengths_payload(found)
-        if self.as_json:
-            typer.echo(_json(answer, notes, changes, lengths, longest))
-        elif self.as_markdown:
-            from zeroplan.report.markdown import estimate_markdown  # noqa: PLC0415  only the chosen rendering is loaded
-
-            typer.echo(estimate_markdown(answer, notes, changes, explain=self.explain, lengths=lines))
-        else:
-            self._show_text(answer, notes, changes, lines)
-
-    def _show_text(
-        self, answer: Estimate, notes: tuple[str, ...], changes: "tuple[Remedy, ...]", lengths: tuple[str, ...]
-    ) -> None:
-        from zeroplan.cli.terminal import show  # noqa: PLC0415  only the chosen rendering is loaded
-        from zeroplan.report.text import estimate_text  # noqa: PLC0415
-        from zeroplan.report.words import COLUMNS, WIDTH  # noqa: PLC0415
-
-        how = {"verbose": self.verbose, "explain": self.explain}
-        text = estimate_text(answer, notes, changes, **how, unit=self.unit, lengths=lengths)
-        show(text, WIDTH if self.verbose or self.explain else COLUMNS)
 
 
 def _in_words(longest: "Longest | None") -> tuple[str, ...]:

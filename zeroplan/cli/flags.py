@@ -1,8 +1,9 @@
-"""Flags of several commands, helpers to declare a flag, and parsers of typed values."""
+"""Flags of several commands, helpers to declare flags, and parsers of typed values."""
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, TypeAlias, get_type_hints
 
 import typer
 
@@ -28,6 +29,43 @@ def flag(
 def switch(name: str, says: str, *, short: str = "", panel: str = OUTPUT) -> typer.models.OptionInfo:
     """Declare a flag without a value."""
     return flag(name, None, says, short=short, panel=panel)
+
+
+def keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
+    """Return a keyword-only parameter for a command's signature."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
+
+
+def with_fields(command: Callable[..., int | None], *names: str) -> Callable[..., int | None]:
+    """Return ``f(*, flags, ...)`` as a command with a flag for each field of the NamedTuple that annotates ``flags``.
+
+    ``names``: other parameters than ``flags`` of which that holds.
+    """
+    parameters = dict(inspect.signature(command).parameters)
+    tuples: dict[str, Any] = {name: parameters.pop(name).annotation for name in names or ("flags",)}
+    fields = {name: _fields(cls) for name, cls in tuples.items()}
+
+    def run(**given: object) -> int | None:
+        made = {name: cls(**{field: given.pop(field) for field in fields[name]}) for name, cls in tuples.items()}
+        return command(**made, **given)
+
+    own = [one for each in fields.values() for one in each.values()]
+    return described(run, [*parameters.values(), *own], command.__doc__)
+
+
+def _fields(cls: Any) -> dict[str, inspect.Parameter]:  # noqa: ANN401  the class of a NamedTuple
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: keyword(name, hint, cls._field_defaults[name]) for name, hint in hints.items()}
+
+
+def described(
+    run: Callable[..., int | None], parameters: list[inspect.Parameter], says: str | None
+) -> Callable[..., int | None]:
+    """Return the function with these parameters and this help, which typer reads."""
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    run.__doc__ = says
+    return run
 
 
 UnitName = Annotated[str, flag("--unit", None, "Unit of sizes as text: gib or gb.", shown=True)]

@@ -17,7 +17,7 @@ from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.model import model as find_model
 from zeroplan.catalog.text import is_there
 from zeroplan.cli import say
-from zeroplan.cli.flags import Catalog, folder
+from zeroplan.cli.flags import Catalog, described, folder, keyword
 from zeroplan.cli.quick import ALL_FLAGS
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.resolve import OPTIONS, Request, Resolved, own_folder, resolve, with_fetched
@@ -142,11 +142,8 @@ def _with_flags(
         _help_parameter(),
         *(parameter for parameter in own if parameter not in first),
     ]
-    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    run.__doc__ = command.__doc__
     run.rarely_needed = _RARELY_NEEDED  # type: ignore[attr-defined]  # what the command leaves out of its help
-    return run
+    return described(run, parameters, command.__doc__)
 
 
 def _with_gpus(given: dict[str, object], flag: str, ranks: object) -> dict[str, object]:
@@ -155,11 +152,6 @@ def _with_gpus(given: dict[str, object], flag: str, ranks: object) -> dict[str, 
     if given["gpus"] not in (None, ranks):
         raise SpecError(f"--{flag} {ranks} and --gpus {given['gpus']} are two numbers of GPUs; leave one of them out")
     return {**given, "gpus": ranks}
-
-
-def keyword(name: str, annotation: object, default: object) -> inspect.Parameter:
-    """Return a keyword-only parameter for a command's signature."""
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)
 
 
 def _job_file() -> inspect.Parameter:

@@ -3,12 +3,12 @@
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from zeroplan.cli import NO, json_text
-from zeroplan.cli.flags import AsJson, AsMarkdown, Force, flag, refuse_two_renderings, switch
+from zeroplan.cli.flags import AsJson, AsMarkdown, Force, flag, refuse_two_renderings, switch, with_fields
 from zeroplan.cli.job_flags import JobRequest, with_request_flags
 from zeroplan.cli.searching import shown_if_slow
 from zeroplan.errors import SpecError
@@ -36,37 +36,7 @@ _HELD = (
 )
 
 
-GlobalBatch = Annotated[
-    str | None,
-    _flag(
-        "",
-        "N",
-        "Sequences of all GPUs per step; the search chooses micro-batch and accumulation. (default: about 4 million tokens, but 1 "
-        "to 64 sequences per GPU)",
-    ),
-]
-ObjectiveName = Annotated[
-    str | None,
-    _flag(
-        "",
-        "NAME",
-        "throughput, headroom (least memory) or cost (most tokens per GPU, on --gpus or fewer). (default: throughput)",
-    ),
-]
-MinGpus = Annotated[bool, _switch("--min-gpus", "Find the fewest GPUs that fit.")]
-MaxSeq = Annotated[bool, _switch("--max-seq", "Find the longest sequence that fits.")]
-MaxBatch = Annotated[bool, _switch("--max-batch", "Find the largest micro-batch that fits.")]
-MaxParams = Annotated[bool, _switch("--max-params", "Find the largest model that fits, with a shape as for --params.")]
-SearchOptimizer = Annotated[
-    bool,
-    _switch(
-        "--search-optimizer", "Also try Adam with 8-bit states, and with weights and states in bf16. Both change the training."
-    ),
-]
 Mfu = Annotated[str | None, _flag("", "SHARE", "The share of its dense peak that a GPU reaches, instead of the fitted shares.")]
-Margin = Annotated[
-    str | None, _flag("", "SHARE", "Share of the GPU's memory to keep free beyond the allocator's cache. (default: 5%)")
-]
 Calibrate = Annotated[
     list[str] | None,
     _flag(
@@ -85,41 +55,96 @@ Measured = Annotated[
         "Trainer). The part of its deviation that this job is expected to share corrects the fitted rates.",
     ),
 ]
-MeasuredJob = Annotated[str | None, _flag("", "FILE", "The job file of the run that --measured describes.")]
-Tokens = Annotated[str | None, _flag("", "COUNT", "Tokens to train on, such as 15T: also print how many days that takes.")]
-PricePerGpuHour = Annotated[str | None, _flag("", "AMOUNT", "Price of a GPU per hour: also print what the tokens cost.")]
-Emit = Annotated[
-    str | None, flag("", "TARGET", "Write the files that run the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron.")
-]
-Out = Annotated[str | None, flag("", "FOLDER", "The folder for --emit. (default: the current one)")]
-Verbose = Annotated[bool, switch("--verbose", "Also print memory by kind, time by part and rejected layouts.", short="-v")]
 
 
-@with_request_flags
-def plan_command(
-    *, job_request: JobRequest, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
-    max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, search_optimizer: SearchOptimizer = False,
-    mfu: Mfu = None, margin: Margin = None, calibrate: Calibrate = None, measured: Measured = None,
-    measured_job: MeasuredJob = None, tokens: Tokens = None, price_per_gpu_hour: PricePerGpuHour = None,
-    emit: Emit = None, out: Out = None, force: Force = False, verbose: Verbose = False, as_json: AsJson = False,
-    as_markdown: AsMarkdown = False,
-) -> int:  # fmt: skip
+class Asked(NamedTuple):
+    """What to look for, as typed."""
+
+    global_batch: Annotated[
+        str | None,
+        _flag(
+            "",
+            "N",
+            "Sequences of all GPUs per step; the search chooses micro-batch and accumulation. (default: about 4 million tokens, "
+            "but 1 to 64 sequences per GPU)",
+        ),
+    ] = None
+    objective: Annotated[
+        str | None,
+        _flag(
+            "",
+            "NAME",
+            "throughput, headroom (least memory) or cost (most tokens per GPU, on --gpus or fewer). (default: throughput)",
+        ),
+    ] = None
+    min_gpus: Annotated[bool, _switch("--min-gpus", "Find the fewest GPUs that fit.")] = False
+    max_seq: Annotated[bool, _switch("--max-seq", "Find the longest sequence that fits.")] = False
+    max_batch: Annotated[bool, _switch("--max-batch", "Find the largest micro-batch that fits.")] = False
+    max_params: Annotated[bool, _switch("--max-params", "Find the largest model that fits, with a shape as for --params.")] = (
+        False
+    )
+
+    def question(self, mfu: str | None) -> "Question":
+        """Return the planner's question."""
+        from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
+
+        batch = None if self.global_batch is None else parse_count(self.global_batch, what="--global-batch", examples="1024")
+        share = None if mfu is None else share_of(mfu, "--mfu")
+        objective = _objective(self.objective)
+        return Question(objective, batch, share, self.min_gpus, self.max_seq, self.max_batch, max_params=self.max_params)
+
+
+class Flags(NamedTuple):
+    """The other flags, as typed."""
+
+    search_optimizer: Annotated[
+        bool,
+        _switch(
+            "--search-optimizer",
+            "Also try Adam with 8-bit states, and with weights and states in bf16. Both change the training.",
+        ),
+    ] = False
+    mfu: Mfu = None
+    margin: Annotated[
+        str | None, _flag("", "SHARE", "Share of the GPU's memory to keep free beyond the allocator's cache. (default: 5%)")
+    ] = None
+    calibrate: Calibrate = None
+    measured: Measured = None
+    measured_job: Annotated[str | None, _flag("", "FILE", "The job file of the run that --measured describes.")] = None
+    tokens: Annotated[
+        str | None, _flag("", "COUNT", "Tokens to train on, such as 15T: also print how many days that takes.")
+    ] = None
+    price_per_gpu_hour: Annotated[
+        str | None, _flag("", "AMOUNT", "Price of a GPU per hour: also print what the tokens cost.")
+    ] = None
+    emit: Annotated[
+        str | None,
+        flag("", "TARGET", "Write the files that run the layout: deepspeed, accelerate, fsdp2, torchtitan or megatron."),
+    ] = None
+    out: Annotated[str | None, flag("", "FOLDER", "The folder for --emit. (default: the current one)")] = None
+    force: Force = False
+    verbose: Annotated[
+        bool, switch("--verbose", "Also print memory by kind, time by part and rejected layouts.", short="-v")
+    ] = False
+    as_json: AsJson = False
+    as_markdown: AsMarkdown = False
+
+
+def _plan(*, job_request: JobRequest, asked: Asked, flags: Flags) -> int:
     """Find the best layout that fits, with its memory, step time, reasons and the configuration that runs it."""
     from zeroplan.report.plan import Beside  # noqa: PLC0415  no other command pays for the planner and NumPy
     from zeroplan.report.step import learnt_words  # noqa: PLC0415
 
-    refuse_two_renderings(as_json=as_json, as_markdown=as_markdown)
-    target = _target(emit, out, force=force)
-    question = question_of(
-        global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
-    )
-    learning = _learning(measured, measured_job, job_request, calibrate)
-    calibrating = shares_measured(calibrate, job_request) if learning is None else _shares_by(learning)
-    question = question._replace(search_optimizer=search_optimizer, calibrating=calibrating)
-    if margin is not None:
-        question = question._replace(margin=share_of(margin, "--margin"))
-    budget = None if tokens is None else parse_count(tokens, what="--tokens", examples="15T, 300e9 or 2b")
-    price = None if price_per_gpu_hour is None else _price(price_per_gpu_hour)
+    refuse_two_renderings(as_json=flags.as_json, as_markdown=flags.as_markdown)
+    target = _target(flags.emit, flags.out, force=flags.force)
+    question = asked.question(flags.mfu)
+    learning = _learning(flags.measured, flags.measured_job, job_request, flags.calibrate)
+    calibrating = shares_measured(flags.calibrate, job_request) if learning is None else _shares_by(learning)
+    question = question._replace(search_optimizer=flags.search_optimizer, calibrating=calibrating)
+    if flags.margin is not None:
+        question = question._replace(margin=share_of(flags.margin, "--margin"))
+    budget = None if flags.tokens is None else parse_count(flags.tokens, what="--tokens", examples="15T, 300e9 or 2b")
+    price = None if flags.price_per_gpu_hour is None else _price(flags.price_per_gpu_hour)
     with shown_if_slow():
         answer, request, notes = _planned(job_request, question, target)
     beside = Beside("", budget, price)
@@ -127,10 +152,13 @@ def plan_command(
         learnt = () if learning is None else (learnt_words(learning(answer.best.layout.job.model)),)
         beside = _with_command(beside, answer.best, request, job_request)
         if target is not None:
-            beside = _with_files(beside, answer.best, target, Path(out or "."), force=force)
+            beside = _with_files(beside, answer.best, target, Path(flags.out or "."), force=flags.force)
         beside = beside._replace(notes=(*beside.notes, *notes, *learnt))
-    _show(answer, beside, verbose=verbose, as_json=as_json, as_markdown=as_markdown)
+    _show(answer, beside, flags)
     return NO if answer.best is None else 0
+
+
+plan_command = with_request_flags(with_fields(_plan, "asked", "flags"))
 
 
 def _planned(job_request: JobRequest, question: "Question", target: "Target | None") -> "tuple[Plan, Request, tuple[str, ...]]":
@@ -168,18 +196,6 @@ def _with_files(beside: "Beside", best: "Best", target: "Target", folder: Path, 
     made = export(best.layout.job, target)
     paths = write(made, folder, force=force)
     return beside._replace(written=tuple(map(str, paths)), launch=made.launch, notes=made.notes)
-
-
-def question_of(
-    global_batch: str | None, objective: str | None, mfu: str | None, *, min_gpus: bool, max_seq: bool, max_batch: bool,
-    max_params: bool,
-) -> "Question":  # fmt: skip
-    """Return the planner's question from the flags."""
-    from zeroplan.planner.asking import Question  # noqa: PLC0415  see plan_command
-
-    batch = None if global_batch is None else parse_count(global_batch, what="--global-batch", examples="1024")
-    share = None if mfu is None else share_of(mfu, "--mfu")
-    return Question(_objective(objective), batch, share, min_gpus, max_seq, max_batch, max_params=max_params)
 
 
 def shares_measured(records: list[str] | None, job_request: JobRequest) -> "Callable[[ModelSpec], SharesSpec | None] | None":
@@ -246,17 +262,17 @@ def _shares_by(learning: "Callable[[ModelSpec], Learnt]") -> "Callable[[ModelSpe
     return lambda model: learning(model).cluster.shares
 
 
-def _show(plan: "Plan", said: "Beside", *, verbose: bool, as_json: bool, as_markdown: bool) -> None:
+def _show(plan: "Plan", said: "Beside", flags: Flags) -> None:
     from zeroplan.report.plan import plan_markdown, plan_payload, plan_text  # noqa: PLC0415  see plan_command
 
-    if as_json:
+    if flags.as_json:
         typer.echo(json_text(plan_payload(plan, said)))
-    elif as_markdown:
+    elif flags.as_markdown:
         typer.echo(plan_markdown(plan, said))
     else:
         from zeroplan.cli.terminal import show  # noqa: PLC0415
 
-        show(plan_text(plan, said, verbose=verbose))
+        show(plan_text(plan, said, verbose=flags.verbose))
 
 
 def _target(emit: str | None, out: str | None, *, force: bool) -> "Target | None":

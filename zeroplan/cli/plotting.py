@@ -11,9 +11,9 @@ import typer
 
 from zeroplan.cli import NO, say_notes
 from zeroplan.cli.compare import Records
-from zeroplan.cli.flags import TOLERANCE, Force, flag, parse_tolerance, switch
+from zeroplan.cli.flags import TOLERANCE, Force, flag, parse_tolerance, switch, with_fields
 from zeroplan.cli.job_flags import JobRequest, with_job_flags, with_request_flags
-from zeroplan.cli.plan import GlobalBatch, MaxBatch, MaxParams, MaxSeq, Mfu, MinGpus, ObjectiveName, question_of
+from zeroplan.cli.plan import Asked, Mfu
 from zeroplan.cli.quick import QuickCommand
 from zeroplan.cli.searching import shown_if_slow
 from zeroplan.errors import MeasurementError, SpecError
@@ -32,43 +32,38 @@ if TYPE_CHECKING:
 kinds_app = typer.Typer()
 _ENDINGS = (".png", ".svg", ".pdf")
 
-Out = Annotated[
-    str | None,
-    flag("-o", "FILE", "The picture to write: a .png, .svg or .pdf. (default: show it on the screen)", short="--out"),
-]
-ThemeName = Annotated[str, flag("--theme", "light|dark", "Colours for a light or a dark page.", shown=True)]
-_Text = Annotated[bool, switch("--text", "Draw bars of text in the terminal.")]
-
 
 class Where(NamedTuple):
-    """Where and how to draw a picture."""
+    """Where and how to draw a picture, as typed."""
 
-    out: Path | None
-    theme: str
-    text: bool
-    force: bool
+    out: Annotated[
+        str | None,
+        flag("-o", "FILE", "The picture to write: a .png, .svg or .pdf. (default: show it on the screen)", short="--out"),
+    ] = None
+    theme: Annotated[str, flag("--theme", "light|dark", "Colours for a light or a dark page.", shown=True)] = "light"
+    text: Annotated[bool, switch("--text", "Draw bars of text in the terminal.")] = False
+    force: Force = False
 
-
-def where_to_draw(out: str | None, theme: str, *, text: bool, force: bool) -> Where:
-    """Check the flags before the computation, and return them."""
-    if theme not in THEMES:
-        raise SpecError(f"--theme {theme!r} is neither light nor dark")
-    if text and out is not None:
-        raise SpecError(
-            "--text goes to the terminal and -o to a file; choose one (`zeroplan plot ... --text > FILE` keeps the text)"
-        )
-    if out is not None and Path(out).suffix.lower() not in _ENDINGS:
-        raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
-    if force and out is None:
-        raise SpecError("--force overwrites a file, but none is named; add -o FILE.png")
-    if out is not None:
-        refuse_target(Path(out), "-o", force=force)
-    if not text and (lacking := not_installed("matplotlib", by="drawing")):
-        raise MeasurementError(f"{lacking}, or use --text")
-    has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    if not text and out is None and not has_display:
-        raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
-    return Where(None if out is None else Path(out), theme, text, force)
+    def check(self) -> None:
+        """Raise SpecError, before the computation, for a picture that could not be drawn."""
+        out, text = self.out, self.text
+        if self.theme not in THEMES:
+            raise SpecError(f"--theme {self.theme!r} is neither light nor dark")
+        if text and out is not None:
+            raise SpecError(
+                "--text goes to the terminal and -o to a file; choose one (`zeroplan plot ... --text > FILE` keeps the text)"
+            )
+        if out is not None and Path(out).suffix.lower() not in _ENDINGS:
+            raise SpecError(f"-o {out!r} does not end in .png, .svg or .pdf; the ending chooses the format")
+        if self.force and out is None:
+            raise SpecError("--force overwrites a file, but none is named; add -o FILE.png")
+        if out is not None:
+            refuse_target(Path(out), "-o", force=self.force)
+        if not text and (lacking := not_installed("matplotlib", by="drawing")):
+            raise MeasurementError(f"{lacking}, or use --text")
+        has_display = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+        if not text and out is None and not has_display:
+            raise SpecError("there is no display to draw on; write a file with -o FILE.png, or use --text")
 
 
 def drawn(kind: str, series: object, where: Where) -> None:
@@ -93,7 +88,7 @@ def drawn(kind: str, series: object, where: Where) -> None:
             return
         figure = frame.blank()
         draw(figure)
-        frame.written(figure, where.out, force=where.force)
+        frame.written(figure, Path(where.out), force=where.force)
     typer.echo(f"wrote {where.out}")
 
 
@@ -111,10 +106,8 @@ def _print(kind: str, series: object) -> None:
 def _job_picture(kind: str) -> Callable[..., int | None]:
     """Return the command for a kind of picture that needs only a job."""
 
-    def command(
-        *, resolved: Resolved, out: Out = None, theme: ThemeName = "light", text: _Text = False, force: Force = False
-    ) -> None:
-        where = where_to_draw(out, theme, text=text, force=force)
+    def command(*, resolved: Resolved, where: Where) -> None:
+        where.check()
         series: Callable[[Any], object] = getattr(import_module(f"zeroplan.report.series.{kind}"), kind)
         with shown_if_slow():
             made = series(resolved.job)
@@ -122,7 +115,7 @@ def _job_picture(kind: str) -> Callable[..., int | None]:
         drawn(kind, made, where)
 
     command.__doc__ = _HELP[kind]
-    return with_job_flags(command)
+    return with_job_flags(with_fields(command, "where"))
 
 
 _HELP = {
@@ -135,26 +128,19 @@ for _kind in _HELP:
     kinds_app.command(_kind, cls=QuickCommand)(_job_picture(_kind))
 
 
-def _pareto(
-    *, job_request: JobRequest, global_batch: GlobalBatch = None, objective: ObjectiveName = None, min_gpus: MinGpus = False,
-    max_seq: MaxSeq = False, max_batch: MaxBatch = False, max_params: MaxParams = False, mfu: Mfu = None, out: Out = None,
-    theme: ThemeName = "light", text: _Text = False, force: Force = False,
-) -> int:  # fmt: skip
+def _pareto(*, job_request: JobRequest, asked: Asked, mfu: Mfu = None, where: Where) -> int:
     """Every layout that `zeroplan plan` computes, by memory and speed, with the best one marked. Exit code 1: nothing fits."""
     from zeroplan.planner.asking import ask  # noqa: PLC0415  only this kind pays for the planner
     from zeroplan.report.series.pareto import pareto  # noqa: PLC0415
 
-    where = where_to_draw(out, theme, text=text, force=force)
-    question = question_of(
-        global_batch, objective, mfu, min_gpus=min_gpus, max_seq=max_seq, max_batch=max_batch, max_params=max_params
-    )
+    where.check()
     with shown_if_slow():
-        answer = ask(job_request.request, question, extra=job_request.extra)
+        answer = ask(job_request.request, asked.question(mfu), extra=job_request.extra)
     drawn("pareto", pareto(answer), where)
     return NO if answer.best is None else 0
 
 
-kinds_app.command("pareto", cls=QuickCommand)(with_request_flags(_pareto))
+kinds_app.command("pareto", cls=QuickCommand)(with_request_flags(with_fields(_pareto, "asked", "where")))
 
 
 _Record = Annotated[
@@ -173,21 +159,13 @@ _Whole = Annotated[bool, typer.Option("--whole", help="With --run: draw everythi
 
 
 def _timeline(
-    *,
-    resolved: Resolved | None,
-    record: _Record = None,
-    run: _Run = None,
-    whole: _Whole = False,
-    out: Out = None,
-    theme: ThemeName = "light",
-    text: _Text = False,
-    force: Force = False,
+    *, resolved: Resolved | None, record: _Record = None, run: _Run = None, whole: _Whole = False, where: Where
 ) -> None:
     """Memory over one step by kind, with collectives and the peak. With --record, also what the engine allocated."""
     from zeroplan.records import read_record  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.timeline import timeline  # noqa: PLC0415
 
-    where = where_to_draw(out, theme, text=text, force=force)
+    where.check()
     if run is not None or whole:
         _draw_run(run, where, whole=whole, other=resolved is not None or record is not None)
         return
@@ -232,24 +210,24 @@ def _draw_run(run: str | None, where: Where, *, whole: bool, other: bool) -> Non
     drawn("run", series_of(saved, whole=whole), where)
 
 
-kinds_app.command("timeline", cls=QuickCommand)(with_job_flags(_timeline, or_none=True))
+kinds_app.command("timeline", cls=QuickCommand)(with_job_flags(with_fields(_timeline, "where"), or_none=True))
 
 
-@kinds_app.command("validation", cls=QuickCommand)
 def _validation(
-    records: Records,
     *,
+    records: Records,
     tolerance: Annotated[str, typer.Option("--tolerance", metavar="FRACTION", help="The limit that is drawn.")] = TOLERANCE,
-    out: Out = None,
-    theme: ThemeName = "light",
-    text: _Text = False,
-    force: Force = False,
+    where: Where,
 ) -> None:
     """Predicted and measured peaks of the records of `zeroplan verify`, and the errors."""
     from zeroplan.cli.comparing import judged, read_files  # noqa: PLC0415  only this kind needs them
     from zeroplan.report.series.validation import validation  # noqa: PLC0415
 
-    where, limit = where_to_draw(out, theme, text=text, force=force), parse_tolerance(tolerance)
+    where.check()
+    limit = parse_tolerance(tolerance)
     found = read_files(records)
     pairs = [(one.measurement, one.comparison) for one in (*judged(found.held), *found.measured)]
     drawn("validation", validation(pairs, limits=(limit,)), where)
+
+
+kinds_app.command("validation", cls=QuickCommand)(with_fields(_validation, "where"))

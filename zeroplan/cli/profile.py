@@ -5,12 +5,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from zeroplan.cli import say
-from zeroplan.cli.flags import Force, flag
+from zeroplan.cli.flags import Force, flag, with_fields
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
 from zeroplan.spec.base import Spec
@@ -31,78 +31,79 @@ _ATTENTION = ("sdpa", "eager")
 _NO_VALUES = "leave out what reads them (.item(), .tolist(), a branch on a value), or profile a variant without it"
 
 
-_Workload = Annotated[
-    str | None,
-    flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, as `zeroplan verify` takes it."),
-]
-_Config = Annotated[str | None, flag("--config", "PATH", "A config.json of transformers, or a folder that contains one.")]
-_Attention = Annotated[
-    str, flag("--attention", "|".join(_ATTENTION), "The attention that the module of a config.json uses.", shown=True)
-]
-_Engine = Annotated[str | None, flag("--engine", "|".join(_ENGINES), "Trace for this engine only. (default: for all)")]
-_Precision = Annotated[
-    str | None, flag("--precision", "|".join(_PRECISIONS), "Trace in this precision only. (default: in all)")
-]
-_Recompute = Annotated[
-    str | None, flag("--recompute", "|".join(_RECOMPUTE), "Trace with this recomputation only. (default: with each)")
-]
-_SeqLen = Annotated[
-    str | None,
-    flag(
-        "--seq-len", "TOKENS", "Profile sequences of this length and longer only, for modules that run short ones differently."
-    ),
-]
-_FallbackSeqLen = Annotated[
-    str | None,
-    flag("--fallback-seq-len", "TOKENS", "The same as --seq-len, but only if one profile for all lengths is impossible."),
-]
-_ImageSize = Annotated[str | None, flag("--image-size", "WxH", "Pixels of a picture, for a diffusion transformer.")]
-_Frames = Annotated[str | None, flag("--frames", "N", "Frames of a video, for a diffusion transformer of videos.")]
-_TextTokens = Annotated[str | None, flag("--text-tokens", "N", "Tokens of the text beside a picture.")]
-_LoraRank = Annotated[str | None, flag("--lora-rank", "N", "Train adapters of this rank in a diffusion transformer.")]
-_LoraTargets = Annotated[
-    str | None,
-    flag("--lora-targets", "NAMES", "The layers that get adapters: attention, or the ends of names such as to_q,to_k."),
-]
-_Out = Annotated[str, flag("--out", "FILE", "Where to write the profile.", shown=True)]
+class Flags(NamedTuple):
+    """The values as typed."""
+
+    workload: Annotated[
+        str | None,
+        flag(
+            "--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, as `zeroplan verify` takes it."
+        ),
+    ] = None
+    config: Annotated[str | None, flag("--config", "PATH", "A config.json of transformers, or a folder that contains one.")] = (
+        None
+    )
+    attention: Annotated[
+        str, flag("--attention", "|".join(_ATTENTION), "The attention that the module of a config.json uses.", shown=True)
+    ] = "sdpa"
+    engine: Annotated[str | None, flag("--engine", "|".join(_ENGINES), "Trace for this engine only. (default: for all)")] = None
+    precision: Annotated[
+        str | None, flag("--precision", "|".join(_PRECISIONS), "Trace in this precision only. (default: in all)")
+    ] = None
+    recompute: Annotated[
+        str | None, flag("--recompute", "|".join(_RECOMPUTE), "Trace with this recomputation only. (default: with each)")
+    ] = None
+    seq_len: Annotated[
+        str | None,
+        flag(
+            "--seq-len",
+            "TOKENS",
+            "Profile sequences of this length and longer only, for modules that run short ones differently.",
+        ),
+    ] = None
+    fallback_seq_len: Annotated[
+        str | None,
+        flag("--fallback-seq-len", "TOKENS", "The same as --seq-len, but only if one profile for all lengths is impossible."),
+    ] = None
+    image_size: Annotated[str | None, flag("--image-size", "WxH", "Pixels of a picture, for a diffusion transformer.")] = None
+    frames: Annotated[str | None, flag("--frames", "N", "Frames of a video, for a diffusion transformer of videos.")] = None
+    text_tokens: Annotated[str | None, flag("--text-tokens", "N", "Tokens of the text beside a picture.")] = None
+    lora_rank: Annotated[str | None, flag("--lora-rank", "N", "Train adapters of this rank in a diffusion transformer.")] = None
+    lora_targets: Annotated[
+        str | None,
+        flag("--lora-targets", "NAMES", "The layers that get adapters: attention, or the ends of names such as to_q,to_k."),
+    ] = None
+    out: Annotated[str, flag("--out", "FILE", "Where to write the profile.", shown=True)] = "profile.json"
+    force: Force = False
+
+    @property
+    def picture(self) -> dict[str, object]:
+        """The values for a transformer of diffusers, by the keywords of :func:`zeroplan.catalog.diffusion.picture_of`."""
+        counts = {"frames": self.frames, "text": self.text_tokens, "rank": self.lora_rank}
+        found = {name: _count(_OF_PICTURES[name], text) for name, text in counts.items()}
+        return {"size": self.image_size, "targets": self.lora_targets, **found}
 
 
-def profile_command(
-    *,
-    workload: _Workload = None,
-    config: _Config = None,
-    attention: _Attention = "sdpa",
-    engine: _Engine = None,
-    precision: _Precision = None,
-    recompute: _Recompute = None,
-    seq_len: _SeqLen = None,
-    fallback_seq_len: _FallbackSeqLen = None,
-    image_size: _ImageSize = None,
-    frames: _Frames = None,
-    text_tokens: _TextTokens = None,
-    lora_rank: _LoraRank = None,
-    lora_targets: _LoraTargets = None,
-    out: _Out = "profile.json",
-    force: Force = False,
-) -> None:
+@with_fields
+def profile_command(*, flags: Flags) -> None:
     """Trace a module once on fake tensors and write a file for --profile, which estimates it for any batch."""
-    if (workload is None) == (config is None):
+    if (flags.workload is None) == (flags.config is None):
         raise SpecError("a profile describes one module; use either --workload PACKAGE.MODULE:FUNCTION or --config PATH")
-    if not out:
+    if not flags.out:
         raise SpecError("--out '' names no file; give the path of the profile to write")
-    chosen = (_one_of("--engine", engine, _ENGINES), _one_of("--precision", precision, _PRECISIONS),
-            _one_of("--recompute", recompute, _RECOMPUTE), _one_of("--attention", attention, _ATTENTION))  # fmt: skip
-    refuse_target(Path(out), "--out", force=force, new_folder=True)
+    manners = (_one_of("--engine", flags.engine, _ENGINES), _one_of("--precision", flags.precision, _PRECISIONS),
+               _one_of("--recompute", flags.recompute, _RECOMPUTE))  # fmt: skip
+    _one_of("--attention", flags.attention, _ATTENTION)
+    path = Path(flags.out)
+    refuse_target(path, "--out", force=flags.force, new_folder=True)
     if lacking := not_installed("torch", "transformers", by="tracing"):
         raise MeasurementError(lacking)
-    lengths = (_tokens("--seq-len", seq_len), _tokens("--fallback-seq-len", fallback_seq_len))
+    lengths = (_tokens("--seq-len", flags.seq_len), _tokens("--fallback-seq-len", flags.fallback_seq_len))
     if None not in lengths:
         raise SpecError("--fallback-seq-len has no effect beside --seq-len; leave one out")
-    counts = {"frames": ("--frames", frames), "text": ("--text-tokens", text_tokens), "rank": ("--lora-rank", lora_rank)}
-    picture = {"size": image_size, "targets": lora_targets, **{name: _count(*one) for name, one in counts.items()}}
-    found = _traced(workload, config, *chosen, lengths=lengths, picture=picture)
-    _write(found, Path(out), force=force)
-    _summarise(found, out)
+    found = _traced(flags, (*manners, *lengths))
+    _write(found, path, force=flags.force)
+    _summarise(found, flags.out)
 
 
 def _one_of(flag: str, chosen: str | None, there: tuple[str, ...]) -> tuple[str, ...]:
@@ -119,11 +120,9 @@ def _tokens(flag: str, text: str | None) -> int | None:
     return None if text is None else parse_tokens(text, what=flag)
 
 
-def _traced(
-    workload: str | None, config: str | None, engines: tuple[str, ...], precisions: tuple[str, ...], recompute: tuple[str, ...],
-    attention: tuple[str, ...], lengths: tuple[int | None, int | None], picture: Mapping[str, object],
-) -> "Profile":  # fmt: skip
-    """Return the profile; ``lengths``: --seq-len and its fallback. Errors of the user's workload get their own message."""
+def _traced(flags: Flags, wanted: tuple[object, ...]) -> "Profile":
+    """Return the profile; ``wanted``: the fields of the profiler's request. Errors of the user's workload get their own message."""
+    picture, workload = flags.picture, flags.workload
     os.environ.update(HF_HUB_OFFLINE="1", CUDA_VISIBLE_DEVICES="")  # the trace fakes GPUs, so real ones are hidden
     import warnings  # noqa: PLC0415  only a trace needs these
 
@@ -131,12 +130,11 @@ def _traced(
     from zeroplan.verify.profiling.profile import Wanted, profile  # noqa: PLC0415
     from zeroplan.verify.profiling.subject import of_workload  # noqa: PLC0415
 
-    wanted = Wanted(engines, precisions, recompute, *lengths)  # type: ignore[arg-type]  # each is one of those above
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            subject = of_workload(workload) if workload is not None else _of_config(cast("str", config), attention[0], picture)
-            return profile(subject, wanted, say=say)
+            subject = of_workload(workload) if workload is not None else _of_config(str(flags.config), flags.attention, picture)
+            return profile(subject, Wanted(*wanted), say=say)  # type: ignore[arg-type]  # the command has checked them
         except (SpecError, MeasurementError):
             raise
         except Exception as error:

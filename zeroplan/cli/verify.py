@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 import typer
 
 from zeroplan.cli import DISAGREES, say, say_notes
-from zeroplan.cli.flags import TOLERANCE, AsJson, Tolerance, flag, number, parse_tolerance, refuse_given, switch
+from zeroplan.cli.flags import TOLERANCE, AsJson, Tolerance, flag, number, parse_tolerance, refuse_given, switch, with_fields
 from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.installation import not_installed
@@ -29,159 +29,124 @@ _SETTLED = 3
 its buckets, and DeepSpeed's stage 3 follows the trace of the first for the first time."""
 
 
-_Backend = Annotated[
-    str,
-    _flag("--backend", "simulate|cpu|cuda", "Run on fake tensors, on real tensors on the CPU, or on real GPUs.", shown=True),
-]
-_Nproc = Annotated[
-    str | None,
-    _flag(
-        "--nproc",
-        "N",
-        "Start one process per GPU of the job: cpu over gloo, cuda over NCCL. (default: one process, fake group)",
-    ),
-]
-_Rank = Annotated[
-    str,
-    _flag("--as-rank", "R", "The rank that a single process runs as.", short="--rank", shown=True),
-]
-_Of = Annotated[str | None, _flag("--of", "N", "The number of ranks: the same as --gpus.")]
-_Steps = Annotated[
-    str | None,
-    _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 and Megatron simulated: 2)"),
-]
-_AllLayers = Annotated[bool, _switch("--all-layers", "With simulate: run every layer, instead of deriving all from a few.")]
-_Workload = Annotated[
-    str | None,
-    _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, instead of the job's model."),
-]
-_Timeout = Annotated[str, _flag("--timeout", "SECONDS", "Stop if a collective or a rank is silent for this long.", shown=True)]
-_Matrix = Annotated[
-    str | None,
-    _flag("--matrix", "FILE", "Run many cases instead of one job: a TOML file, or the name of one in the package."),
-]
-_Slurm = Annotated[bool, switch("--slurm", "Run all ranks as a Slurm job.", panel=_SLURM)]
-_Partition = Annotated[str | None, flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)]
-_Account = Annotated[str | None, flag("--account", "NAME", "Slurm's account.", panel=_SLURM)]
-_TimeLimit = Annotated[str | None, flag("--time-limit", "MINUTES", "Time limit of the Slurm job. (default: 30)", panel=_SLURM)]
-_SlurmOption = Annotated[
-    list[str] | None,
-    flag("--slurm-option", "NAME=VALUE", "Another option of sbatch, such as qos=debug; repeatable.", panel=_SLURM),
-]
-_Resume = Annotated[str | None, flag("--resume", "DIR", "Reconnect to a job of --slurm by its --record-dir.", panel=_SLURM)]
-_Out = Annotated[str | None, flag("--record-dir", "DIR", "Write the records to this folder.", short="--out")]
-_Snapshot = Annotated[
-    str | None,
-    flag("--snapshot", "DIR", "With cuda: write the allocator's snapshots to this folder, for `zeroplan diagnose`."),
-]
+class Flags(NamedTuple):
+    """The values as typed."""
 
+    backend: Annotated[
+        str,
+        _flag(
+            "--backend", "simulate|cpu|cuda", "Run on fake tensors, on real tensors on the CPU, or on real GPUs.", shown=True
+        ),
+    ] = "simulate"
+    nproc: Annotated[
+        str | None,
+        _flag(
+            "--nproc",
+            "N",
+            "Start one process per GPU of the job: cpu over gloo, cuda over NCCL. (default: one process, fake group)",
+        ),
+    ] = None
+    rank: Annotated[
+        str,
+        _flag("--as-rank", "R", "The rank that a single process runs as.", short="--rank", shown=True),
+    ] = "0"
+    of: Annotated[str | None, _flag("--of", "N", "The number of ranks: the same as --gpus.")] = None
+    steps: Annotated[
+        str | None,
+        _flag("--steps", "N", "Optimizer steps; the last counts. (default: 3; FSDP2 and Megatron simulated: 2)"),
+    ] = None
+    all_layers: Annotated[
+        bool, _switch("--all-layers", "With simulate: run every layer, instead of deriving all from a few.")
+    ] = False
+    workload: Annotated[
+        str | None,
+        _flag("--workload", "PACKAGE.MODULE:FUNCTION", "Your own module, example batch and loss, instead of the job's model."),
+    ] = None
+    timeout: Annotated[
+        str, _flag("--timeout", "SECONDS", "Stop if a collective or a rank is silent for this long.", shown=True)
+    ] = "300"
+    matrix: Annotated[
+        str | None,
+        _flag("--matrix", "FILE", "Run many cases instead of one job: a TOML file, or the name of one in the package."),
+    ] = None
+    slurm: Annotated[bool, switch("--slurm", "Run all ranks as a Slurm job.", panel=_SLURM)] = False
+    partition: Annotated[str | None, flag("--partition", "NAME", "Slurm's partition.", panel=_SLURM)] = None
+    account: Annotated[str | None, flag("--account", "NAME", "Slurm's account.", panel=_SLURM)] = None
+    time_limit: Annotated[
+        str | None, flag("--time-limit", "MINUTES", "Time limit of the Slurm job. (default: 30)", panel=_SLURM)
+    ] = None
+    slurm_option: Annotated[
+        list[str] | None,
+        flag("--slurm-option", "NAME=VALUE", "Another option of sbatch, such as qos=debug; repeatable.", panel=_SLURM),
+    ] = None
+    resume: Annotated[
+        str | None, flag("--resume", "DIR", "Reconnect to a job of --slurm by its --record-dir.", panel=_SLURM)
+    ] = None
+    tolerance: Tolerance = TOLERANCE
+    out: Annotated[str | None, flag("--record-dir", "DIR", "Write the records to this folder.", short="--out")] = None
+    snapshot: Annotated[
+        str | None,
+        flag("--snapshot", "DIR", "With cuda: write the allocator's snapshots to this folder, for `zeroplan diagnose`."),
+    ] = None
+    as_json: AsJson = False
 
-def _verify(
-    *,
-    resolved: Resolved | None,
-    backend: _Backend = "simulate",
-    nproc: _Nproc = None,
-    rank: _Rank = "0",
-    of: _Of = None,
-    steps: _Steps = None,
-    all_layers: _AllLayers = False,
-    workload: _Workload = None,
-    timeout: _Timeout = "300",
-    matrix: _Matrix = None,
-    slurm: _Slurm = False,
-    partition: _Partition = None,
-    account: _Account = None,
-    time_limit: _TimeLimit = None,
-    slurm_option: _SlurmOption = None,
-    resume: _Resume = None,
-    tolerance: Tolerance = TOLERANCE,
-    out: _Out = None,
-    snapshot: _Snapshot = None,
-    as_json: AsJson = False,
-) -> int:
-    """Run the job's real engine, with or without GPUs, and compare its memory with the estimate. Exit code 3: they differ."""
-    flags = _Flags(backend, nproc, rank, of, steps, all_layers, workload, timeout, slurm, snapshot)
-    of_slurm = OfSlurm(partition, account, time_limit, tuple(slurm_option or ()))
-    into = _Into(None if out is None else Path(out), parse_tolerance(tolerance), as_json)
-    if not slurm:
-        refuse_given(of_slurm.given(), "needs --slurm; leave it out, or add --slurm")
-    flags_given = {"a job": resolved, **flags.given()}
-    if matrix is not None:
-        refuse_given(flags_given, "has no effect with --matrix, because each case sets it; leave it out")
-        return _many(matrix, flags, into)
-    if resume is not None:
-        refuse_given(flags_given, "has no effect with --resume, because the job already has it; leave it out")
-        return _resumed(Path(resume), into)
-    return _one(resolved or resolve(Request()), flags, of_slurm, into)  # resolve raises for the missing model
+    @property
+    def folder(self) -> Path | None:
+        """The folder for records."""
+        return None if self.out is None else Path(self.out)
 
+    @property
+    def allowed(self) -> float:
+        """The tolerance as a fraction."""
+        return parse_tolerance(self.tolerance)
 
-class _Flags(NamedTuple):
-    """How to run, as typed; ``every``: one process per rank."""
-
-    backend: str
-    nproc: str | None
-    rank: str
-    of: str | None
-    steps: str | None
-    all_layers: bool
-    workload: str | None
-    timeout: str
-    every: bool
-    snapshot: str | None
-
-    def given(self) -> "dict[str, object]":
+    def of_a_run(self) -> "dict[str, object]":
         """The flags that only apply to a single job; None for flags that are not given."""
         return {"--of": self.of, "--nproc": self.nproc, "--steps": self.steps, "--workload": self.workload,
-                "--slurm": self.every or None, "--as-rank": None if self.rank == "0" else self.rank,
+                "--slurm": self.slurm or None, "--as-rank": None if self.rank == "0" else self.rank,
                 "--all-layers": self.all_layers or None, "--snapshot": self.snapshot}  # fmt: skip
 
-
-class OfSlurm(NamedTuple):
-    """The options for Slurm, as typed."""
-
-    partition: str | None
-    account: str | None
-    time_limit: str | None
-    options: tuple[str, ...]
-
-    def given(self) -> "dict[str, object]":
+    def of_slurm(self) -> "dict[str, object]":
         """Slurm's flags; None for flags that are not given."""
         return {"--partition": self.partition, "--account": self.account, "--time-limit": self.time_limit,
-                "--slurm-option": self.options or None}  # fmt: skip
+                "--slurm-option": self.slurm_option or None}  # fmt: skip
 
 
-class _Into(NamedTuple):
-    """The folder for records, the tolerance and the format."""
+def _verify(*, resolved: Resolved | None, flags: Flags) -> int:
+    """Run the job's real engine, with or without GPUs, and compare its memory with the estimate. Exit code 3: they differ."""
+    limit = flags.allowed
+    if not flags.slurm:
+        refuse_given(flags.of_slurm(), "needs --slurm; leave it out, or add --slurm")
+    given = {"a job": resolved, **flags.of_a_run()}
+    if flags.matrix is not None:
+        refuse_given(given, "has no effect with --matrix, because each case sets it; leave it out")
+        return _many(flags.matrix, flags, limit)
+    if flags.resume is not None:
+        refuse_given(given, "has no effect with --resume, because the job already has it; leave it out")
+        from zeroplan.cli.verify_slurm import resume  # noqa: PLC0415  only Slurm needs it
 
-    folder: Path | None
-    tolerance: float
-    as_json: bool
+        return resume(Path(flags.resume), tolerance=limit, as_json=flags.as_json)
+    return _one(resolved or resolve(Request()), flags, limit)  # resolve raises for the missing model
 
 
-def _many(matrix: str, flags: _Flags, into: _Into) -> int:
+def _many(matrix: str, flags: Flags, tolerance: float) -> int:
     from zeroplan.cli.verify_bulk import BulkFlags, verify_matrix  # noqa: PLC0415  only many cases need it
 
     return verify_matrix(
-        BulkFlags(matrix, _backend(flags.backend), into.tolerance, _seconds(flags.timeout), into.folder, into.as_json)
+        BulkFlags(matrix, _backend(flags.backend), tolerance, _seconds(flags.timeout), flags.folder, flags.as_json)
     )
 
 
-def _resumed(folder: Path, into: _Into) -> int:
-    from zeroplan.cli.verify_slurm import resume  # noqa: PLC0415  only Slurm needs it
-
-    return resume(folder, tolerance=into.tolerance, as_json=into.as_json)
-
-
-def _one(resolved: Resolved, flags: _Flags, of_slurm: OfSlurm, into: _Into) -> int:
+def _one(resolved: Resolved, flags: Flags, tolerance: float) -> int:
     """Run one job, on this machine or under Slurm."""
     task = _task(resolved.job, flags)
-    _refuse_folders(task, into.folder)
+    _refuse_folders(task, flags.folder)
     say_notes(resolved.notes)
-    if flags.every:
+    if flags.slurm:
         from zeroplan.cli.verify_slurm import verify_on_slurm  # noqa: PLC0415  only Slurm needs it
 
-        return verify_on_slurm(task, of_slurm, into.folder, tolerance=into.tolerance, as_json=into.as_json)
-    return answer(_run(task, into.folder), tolerance=into.tolerance, as_json=into.as_json)
+        return verify_on_slurm(task, flags, tolerance=tolerance)
+    return answer(_run(task, flags.folder), tolerance=tolerance, as_json=flags.as_json)
 
 
 def _refuse_folders(task: "Task", records: Path | None) -> None:
@@ -201,7 +166,7 @@ def answer(kept: "list[Measurement]", *, tolerance: float, as_json: bool) -> int
     return 0 if all(one.comparison.agrees(tolerance) for one in judged(held)) else DISAGREES
 
 
-verify_command = with_job_flags(_verify, or_none=True, gpus_as="of", traces=False)
+verify_command = with_job_flags(with_fields(_verify), or_none=True, gpus_as="of", traces=False)
 
 
 class _Keeper:
@@ -242,14 +207,14 @@ def _estimated(job: "JobSpec") -> str:
     return f"the estimate was {format_gb(estimated.least_bytes)}, context and communicators included"
 
 
-def _task(job: "JobSpec", flags: _Flags) -> "Task":
+def _task(job: "JobSpec", flags: Flags) -> "Task":
     """Return the task for the flags; raises SpecError if it cannot run."""
     from zeroplan.verify.release import as_installed  # noqa: PLC0415  only a run pays for it
     from zeroplan.verify.task import Task  # noqa: PLC0415
 
     job = as_installed(job)
     ranks, backend = job.mesh.world_size, _backend(flags.backend)
-    every = flags.nproc is not None or flags.every
+    every = flags.nproc is not None or flags.slurm
     if every:
         _check_nproc(flags.nproc or str(ranks), ranks, backend)
     rank = _number(flags.rank, "--as-rank", 0, ranks - 1)

@@ -3,17 +3,17 @@
 from pathlib import Path
 
 from zeroplan.cli import say
-from zeroplan.cli.verify import OfSlurm, answer
+from zeroplan.cli.verify import Flags, answer
 from zeroplan.errors import SpecError
 from zeroplan.units import parse_count
 from zeroplan.verify.processes.slurm import Submitted, Wanted, resumed_job, submit, wait
 from zeroplan.verify.task import Task
 
 
-def _wanted(flags: OfSlurm) -> Wanted:
+def _wanted(flags: Flags) -> Wanted:
     minutes = 30 if flags.time_limit is None else parse_count(flags.time_limit, what="--time-limit", examples="30, for minutes")
     options = {}
-    for text in flags.options:
+    for text in flags.slurm_option or ():
         name, equals, value = text.partition("=")
         if not equals or not name.strip("-"):
             raise SpecError(f"--slurm-option {text!r} is not NAME=VALUE; write qos=debug, say")
@@ -21,13 +21,13 @@ def _wanted(flags: OfSlurm) -> Wanted:
     return Wanted(partition=flags.partition or "", account=flags.account or "", minutes=minutes, options=options or None)
 
 
-def verify_on_slurm(task: Task, flags: OfSlurm, folder: Path | None, *, tolerance: float, as_json: bool) -> int:
+def verify_on_slurm(task: Task, flags: Flags, *, tolerance: float) -> int:
     """Submit a task, wait for it, print the comparison, and return the exit code."""
-    if folder is None:
+    if (folder := flags.folder) is None:
         raise SpecError("--slurm needs a folder that all nodes see, for the records and for --resume; add --record-dir DIR")
     submitted = submit(task, _wanted(flags), folder)
     say(f"Slurm job {submitted.job_id}: {task.job.mesh.world_size:,} ranks; everything of it is in {folder}")
-    return _awaited(submitted, folder, tolerance=tolerance, as_json=as_json)
+    return _awaited(submitted, folder, tolerance=tolerance, as_json=flags.as_json)
 
 
 def resume(folder: Path, *, tolerance: float, as_json: bool) -> int:

@@ -1,14 +1,13 @@
 """``zeroplan workflow NAME``: how much GPU memory does each phase of a fine-tuning loop need? Each loop has its own flags."""
 
-import inspect
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
 from zeroplan.cli import NO, json_text
-from zeroplan.cli.flags import AsJson, Force, flag, number, switch
-from zeroplan.cli.job_flags import keyword, with_job_flags
+from zeroplan.cli.flags import AsJson, Force, described, flag, keyword, number, switch
+from zeroplan.cli.job_flags import with_job_flags
 from zeroplan.cli.quick import as_command, group_of
 from zeroplan.errors import SpecError
 from zeroplan.resolve import Resolved
@@ -55,9 +54,7 @@ def _command(name: Any) -> Any:  # noqa: ANN401  a Name, and click's command
     flags |= {"resolved": (Resolved, None)}
     answer = {field: (annotation, _DEFAULTS.get(field, False)) for field, annotation in _ANSWER.items()}
     parameters = [keyword(field, *said) for field, said in (flags | answer).items()]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
-    command.__doc__ = WORKFLOWS[name].says
-    return as_command(name, with_job_flags(command))
+    return as_command(name, with_job_flags(described(command, parameters, WORKFLOWS[name].says)))
 
 
 def _of_the_file_alone(resolved: Resolved, name: Any) -> dict[str, Any]:  # noqa: ANN401  a Name; of the fields' own types
@@ -107,18 +104,18 @@ class _Picture(NamedTuple):
         if self.out is not None and as_json:
             raise SpecError("--json prints data and -o draws a picture; leave one of them out")
         if self.out is not None or self.force:
-            from zeroplan.cli.plotting import where_to_draw  # noqa: PLC0415  only pictures need it
+            from zeroplan.cli.plotting import Where  # noqa: PLC0415  only pictures need it
 
-            where_to_draw(self.out, self.theme, text=False, force=self.force)
+            Where(self.out, self.theme, force=self.force).check()
 
     def draw(self, loop: "Loop") -> None:
         """Write the picture."""
         if self.out is None:
             return
-        from zeroplan.cli.plotting import drawn, where_to_draw  # noqa: PLC0415  only pictures need it
+        from zeroplan.cli.plotting import Where, drawn  # noqa: PLC0415  only pictures need it
         from zeroplan.report.series.phases import phases  # noqa: PLC0415
 
-        drawn("phases", phases(loop), where_to_draw(self.out, self.theme, text=False, force=self.force))
+        drawn("phases", phases(loop), Where(self.out, self.theme, force=self.force))
 
 
 def _answered(resolved: Resolved, options: WorkflowOptions, *, is_step: bool, check: bool) -> tuple["Loop", tuple[str, ...]]:

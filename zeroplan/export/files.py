@@ -52,14 +52,17 @@ def cannot_say(recipe: RecipeSpec, target: Target) -> str:
     >>> cannot_say(RecipeSpec(), "fsdp2"), cannot_say(RecipeSpec(), "deepspeed")
     ('', 'its engine is fsdp2')
     """
-    if target == "torchtitan":
-        return torchtitan.missing(recipe)
-    if target == "megatron":
-        return megatron.missing(recipe)
+    if target in ("torchtitan", "megatron"):
+        own = torchtitan.missing(recipe) if target == "torchtitan" else megatron.missing(recipe)
+        return own or _first_of(_MISSING_FROM_EVERY, recipe)
     words = _MISSING_FROM_ACCELERATE if target == "accelerate" else _MISSING_FROM_OTHERS
     if recipe.engine not in (_LAUNCHED_BY_ACCELERATE if target == "accelerate" else (target,)):
         return f"its engine is {recipe.engine}"
-    return next((said for missing, said in (*_MISSING_FROM_ALL, *words) if missing(recipe)), "")
+    return _first_of((*_MISSING_FROM_ALL, *words, *_MISSING_FROM_EVERY), recipe)
+
+
+def _first_of(words: "tuple[Missing, ...]", recipe: RecipeSpec) -> str:
+    return next((said for missing, said in words if missing(recipe)), "")
 
 
 def cannot_split(mesh: Split, target: Target) -> str:
@@ -91,6 +94,12 @@ _MISSING_FROM_ALL: tuple[Missing, ...] = (
     (lambda recipe: recipe.fsdp2.modules != "transformers", "its modules are torchtitan's, and the file would run transformers'"),
     (lambda recipe: not recipe.fsdp2.sequence_parallel, torchtitan.WHOLE_SEQUENCES),
 )  # fmt: skip
+_MISSING_FROM_EVERY: tuple[Missing, ...] = (
+    (lambda recipe: recipe.fsdp2.gathers_ahead,
+     "no file has the blocks that FSDP2 gathers ahead or keeps (fsdp2.forward_prefetch, backward_prefetch, keeps_last)"),
+    (lambda recipe: recipe.fsdp2.step_in_backward, "no file has an optimizer for each parameter (fsdp2.step_in_backward)"),
+    (lambda recipe: recipe.float8_recipe is not None, "float8 is not written"),
+)  # fmt: skip
 _MISSING_FROM_ACCELERATE: tuple[Missing, ...] = (
     (lambda recipe: recipe.recompute_layers is not None and recipe.engine == "fsdp2", "accelerate recomputes all blocks or none"),
     (lambda recipe: recipe.engine == "fsdp1" and not recipe.fsdp1.limit_all_gathers, "its YAML always limits all-gathers"),
@@ -114,7 +123,8 @@ _MISSING_FROM_OTHERS: tuple[Missing, ...] = (
     (lambda recipe: recipe.engine == "deepspeed" and recipe.recompute == "selective",
      "no switch of transformers recomputes selectively; the training script would have to"),
     (lambda recipe: recipe.engine == "fsdp2" and recipe.optimizer != "adamw", "the script is written for adamw"),
-    (lambda recipe: recipe.float8_recipe is not None, "the script is written without float8"),
+    (lambda recipe: recipe.engine == "fsdp2" and recipe.fsdp2.ends_apart,
+     "the script makes no units of embedding and head (fsdp2.ends_apart)"),
 )  # fmt: skip
 
 

@@ -4,41 +4,21 @@ Source: torchtitan, config/README.md and config/manager.py of both versions.
 """
 
 import json
+import re
 from collections.abc import Iterator
-from typing import NamedTuple
 
+from zeroplan.catalog.setups.torchtitan import MODELS
 from zeroplan.errors import SpecError
 from zeroplan.export.fsdp2 import reshards
 from zeroplan.spec.job import JobSpec
+from zeroplan.spec.pipeline import TORCHS_NAMES
 from zeroplan.spec.recipe import DdpOptions, RecipeSpec, ways_of_resharding
 
-
-class _Flavor(NamedTuple):
-    """torchtitan's names for a model: its module, its flavour, and the function that returns its configuration."""
-
-    module: str
-    flavor: str
-    function: str
-
-
-#: torchtitan's models, by the catalogue's name (0.3, models/<module>/config_registry.py).
-_FLAVORS = {
-    "llama-3.1-8b": _Flavor("llama3", "8B", "llama3_8b"),
-    "llama-3.1-70b": _Flavor("llama3", "70B", "llama3_70b"),
-    "llama-3.1-405b": _Flavor("llama3", "405B", "llama3_405b"),
-    "qwen3-0.6b": _Flavor("qwen3", "0.6B", "qwen3_0_6b"),
-    "qwen3-1.7b": _Flavor("qwen3", "1.7B", "qwen3_1_7b"),
-    "qwen3-14b": _Flavor("qwen3", "14B", "qwen3_14b"),
-    "qwen3-32b": _Flavor("qwen3", "32B", "qwen3_32b"),
-    "qwen3-30b-a3b": _Flavor("qwen3", "30B-A3B", "qwen3_30b_a3b"),
-}
+#: The models of which torchtitan 0.3 has a function that returns their configuration.
+_CONFIGURED = (
+    "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-14b", "qwen3-32b", "qwen3-30b-a3b",
+)  # fmt: skip
 _IMPLEMENTATIONS = {None: "foreach", "foreach": "foreach", "fused": "fused", "forloop": "for-loop"}
-
-#: torch's names of the schedules (torch.distributed.pipelining).
-SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B",
-    "interleaved-zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble",
-}  # fmt: skip
 
 #: Classes of 0.3 (distributed/activation_checkpoint.py).
 _POLICIES: dict[str, str] = {"full": "FullAC", "selective": "SelectiveAC"}
@@ -58,7 +38,6 @@ def missing(recipe: RecipeSpec) -> str:
         (recipe.loss == "fused", "torchtitan has no fused head and loss"),
         (recipe.precision == "fp16-mixed", "torchtitan has no fp16"),
         (recipe.optimizer != "adamw", "only the optimizer adamw is written"),
-        (recipe.float8_recipe is not None, "float8 is not written"),
         (not recipe.fsdp2.sequence_parallel, WHOLE_SEQUENCES),
         (sharded and ways_of_resharding(recipe.fsdp2) is not None, "torchtitan reshards over all ranks or none"),
         (sharded and recipe.precision == "bf16-mixed" and recipe.fsdp2.reduce_dtype == "param", "torchtitan reduces in fp32"),
@@ -77,12 +56,12 @@ def missing(recipe: RecipeSpec) -> str:
     return ""
 
 
-def _flavor(job: JobSpec) -> _Flavor:
-    found = _FLAVORS.get(job.model.name)
-    if found is None or job.model.adapter is not None or job.model.frozen is not None:
+def _flavor(job: JobSpec) -> tuple[str, str]:
+    """Return torchtitan's module and flavour of the model; raises SpecError if it has none, or cannot run the job."""
+    if job.model.name not in _CONFIGURED or job.model.adapter is not None or job.model.frozen is not None:
         raise SpecError(
             f"--emit torchtitan: torchtitan configures no {job.model.name or 'such model'} trained as a whole; it has "
-            f"{', '.join(_FLAVORS)}"
+            f"{', '.join(_CONFIGURED)}"
         )
     if job.batch.grad_accum_steps > 1 and not job.recipe.sync_every_micro_batch:
         raise SpecError("--emit torchtitan: torchtitan reduces gradients after every micro-batch; leave --no-sync out")
@@ -90,7 +69,7 @@ def _flavor(job: JobSpec) -> _Flavor:
         raise SpecError(
             "--emit torchtitan: torchtitan uses FSDP2 only where several ranks shard; use more GPUs, or engine 'ddp'"
         )
-    return found
+    return next(names for names, model in MODELS.items() if model == job.model.name)
 
 
 def _tables(job: JobSpec) -> dict[str, dict[str, _Value]]:
@@ -120,7 +99,7 @@ def _parallelism(job: JobSpec) -> dict[str, _Value]:
     recipe, mesh = job.recipe, job.mesh
     sharded = recipe.engine == "fsdp2"
     schedule: dict[str, _Value] = {
-        "pipeline_parallel_schedule": SCHEDULES[recipe.pipeline_schedule or "1f1b"],
+        "pipeline_parallel_schedule": TORCHS_NAMES[recipe.pipeline_schedule or "1f1b"],
         "pipeline_parallel_microbatch_size": job.batch.micro_batch_size,
     }
     return {
@@ -137,9 +116,9 @@ def _parallelism(job: JobSpec) -> dict[str, _Value]:
 
 def torchtitan_toml(job: JobSpec) -> str:
     """Return the TOML that torchtitan up to 0.2 reads."""
-    flavor, tables = _flavor(job), _tables(job)
+    (module, flavor), tables = _flavor(job), _tables(job)
     tables["optimizer"] = {"name": "AdamW", **tables["optimizer"]}
-    model: dict[str, _Value] = {"name": flavor.module, "flavor": flavor.flavor}
+    model: dict[str, _Value] = {"name": module, "flavor": flavor}
     again: dict[str, _Value] = {"mode": job.recipe.recompute}
     if job.recipe.recompute == "selective":
         again["selective_ac_option"] = "op"
@@ -173,7 +152,8 @@ def planned():
 
 def torchtitan_function(job: JobSpec, launch: str) -> str:
     """Return the Python file with the function ``planned`` for torchtitan 0.3's ``--module`` and ``--config``."""
-    flavor, tables = _flavor(job), _tables(job)
+    (module, flavor), tables = _flavor(job), _tables(job)
+    function = re.sub(r"\W", "_", f"{module}_{flavor.lower()}")
     tables["training"]["disable_cuda_graphs"] = True
     lines = [f"config.{name}.{key} = {_python(value)}" for name, table in tables.items() for key, value in table.items()]
     policy = _POLICIES.get(job.recipe.recompute)
@@ -182,11 +162,11 @@ def torchtitan_function(job: JobSpec, launch: str) -> str:
         lines.append("config.loss = config.loss.loss_fn")
     imports = [
         *([f"from torchtitan.distributed.activation_checkpoint import {policy}"] if policy else []),
-        f"from torchtitan.models.{flavor.module}.config_registry import {flavor.function}",
+        f"from torchtitan.models.{module}.config_registry import {function}",
     ]
     return _SCRIPT.format(
         launch=launch,
         imports="\n".join(imports) + "\n",
-        function=flavor.function,
+        function=function,
         assigned="\n".join(f"    {line}" for line in lines),
     )

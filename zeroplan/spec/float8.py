@@ -14,7 +14,7 @@ from zeroplan.spec.recipe import RecipeSpec
 _GROUP = 16
 #: A block of MXFP8 has 32 elements; NVFP4's kernels take multiples of 128 (nvfp4_training/nvfp4_linear.py, nvfp4_mm_triton).
 _GROUPS = {"mxfp8": 32, "nvfp4": 128}
-_ON_BLACKWELL = ("mxfp8", "nvfp4")
+ON_BLACKWELL = ("mxfp8", "nvfp4")
 
 
 def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuSpec | None = None) -> None:
@@ -34,7 +34,7 @@ def check_float8(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec, gpu: GpuS
     if recipe.float8_recipe is None:
         return
     refuse(f"float8_recipe {recipe.float8_recipe!r} with", _not_modelled(model, recipe, mesh))
-    if recipe.float8_recipe in _ON_BLACKWELL and gpu is not None and "fp4" not in gpu.dense_flops_per_s:
+    if recipe.float8_recipe in ON_BLACKWELL and gpu is not None and "fp4" not in gpu.dense_flops_per_s:
         raise SpecError(f"GPU {gpu.name!r} has no products in {recipe.float8_recipe!r}; use 'rowwise', or a B200")
     if gpu is not None and "fp8" not in gpu.dense_flops_per_s:
         raise SpecError(f"GPU {gpu.name!r} does not multiply in float8; leave float8_recipe out, or use an H100")

@@ -454,10 +454,16 @@ class JobSpec(Spec):
         yield other and f"optimizer {recipe.optimizer!r}", f"one of {', '.join(STEPS_ALONE)}"
 
     def _check_attention(self) -> None:
-        """Raise SpecError for heads that are too wide for a kernel, and for padding that is not modelled."""
+        """Raise SpecError for heads and GPUs that a kernel does not take, and for padding that is not modelled."""
         if self.recipe.padded:
             check_padded(self.model, self.recipe, self.mesh)
         widest = max(self.model.head_dim, self.model.global_head_dim)
+        gpu, runs_it = self.cluster.gpu, self.recipe.engine not in (*ON_PAPER, "megatron")
+        if self.recipe.attention == "flash" and runs_it and gpu is not None and self.cluster.kernels != "cuda":
+            # github.com/Dao-AILab/flash-attention, README
+            raise SpecError(
+                f"FlashAttention needs compute capability 8.0, {gpu.full_name} has {gpu.compute_capability}; use --attention sdpa"
+            )
         if self.recipe.attention == "flash" and widest > _WIDEST_OF_FLASH:
             raise SpecError(
                 f"attention 'flash' takes heads of {_WIDEST_OF_FLASH} elements, not of {widest}; use attention 'sdpa'"

@@ -12,6 +12,12 @@ from zeroplan.errors import SpecError
 
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"]
 
+#: torch's names of the schedules (torch.distributed.pipelining), which torchtitan's files have too.
+TORCHS_NAMES: dict[PipelineSchedule, str] = {
+    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B",
+    "interleaved-zero-bubble": "InterleavedZeroBubble", "zbv": "ZBVZeroBubble",
+}  # fmt: skip
+
 #: Schedules with one stage per rank; the others have two by default (torchtitan's default).
 SINGLE: tuple[PipelineSchedule, ...] = ("gpipe", "1f1b")
 

@@ -21,5 +21,7 @@ def test_kinds_add_up_to_what_is_alive_after_every_request_and_release():
     ]
     timeline = Timeline(Recording(blocks, [Span(-1, Phase.INIT, 0), Span(0, Phase.FORWARD, 0)], [], 4))
     blocks[2].died = 9  # freed after the recording ends
-    assert timeline.by_kind() == {"parameters": [0, 8, 8, 8, 8], "activations": [0, 0, 3, 8, 5]}
-    assert [sum(alive) for alive in zip(*timeline.by_kind().values(), strict=True)] == timeline.live == [0, 8, 11, 16, 13]
+    held = {"parameters": 8}
+    found = [timeline.kinds(moment) for moment in range(5)]
+    assert found == [{}, held, held | {"activations": 3}, held | {"activations": 8}, held | {"activations": 5}]
+    assert [sum(kinds.values()) for kinds in found] == timeline.live == [0, 8, 11, 16, 13]

@@ -7,31 +7,14 @@ script sets batch, optimizer and model.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.settings import DeepSpeedPart, Reading, Setting, Setup, Table, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import Reading, Table, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setting, Setup
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 
 _PRECISION = {"no": "fp32", "fp16": "fp16-mixed", "bf16": "bf16-mixed"}
 _KEPT = "accelerate returns logits in fp32, and the loops of its examples keep them, so they are counted"
 _NAMED = "the loops of accelerate's examples hold the model's output: its logits are counted"
-
-_KNOWN = (
-    "machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_backend", "same_network",
-    "main_training_function", "enable_cpu_affinity", "debug", "downcast_bf16", "tpu_name", "tpu_zone", "tpu_use_cluster",
-    "tpu_use_sudo", "command_file", "commands", "tpu_vm", "tpu_env", "mpirun_config", "fp16", "max_restarts", "monitor_interval",
-)  # fmt: skip
-_FSDP_KNOWN = (
-    "fsdp_transformer_layer_cls_to_wrap", "fsdp_state_dict_type", "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states",
-    "fsdp_backward_prefetch", "fsdp_backward_prefetch_policy", "fsdp_use_orig_params", "fsdp_sharding_strategy",
-    "fsdp_min_num_params", "fsdp_limit_all_gathers",
-)  # fmt: skip
-_DEEPSPEED_KNOWN = (
-    "zero3_save_16bit_model", "deepspeed_hostfile", "deepspeed_exclusion_filter", "deepspeed_inclusion_filter",
-    "deepspeed_multinode_launcher", "offload_optimizer_nvme_path", "offload_param_nvme_path", "deepspeed_moe_layer_cls_names",
-)  # fmt: skip
-_PARALLEL_KNOWN = (
-    "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
-)  # fmt: skip
 
 
 def accelerate_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
@@ -49,7 +32,6 @@ def accelerate_setup(table: Table, folder: Path, _: int | None = None) -> Setup:
     _ranks(reading, alone=kind in ("NO", False, None))
     readers[kind](reading)
     _others(reading)
-    table.leave(_KNOWN)
     return reading.setup("accelerate")
 
 
@@ -106,7 +88,6 @@ def _fsdp(reading: Reading) -> None:
     reading.set("sync_every_micro_batch", "accumulate()", value=False, filled=True)
     _fsdp_memory(reading, table)
     _replicas(reading)
-    table.leave(_FSDP_KNOWN)
     reading.notes += table.unknown()
 
 
@@ -147,7 +128,7 @@ def _fsdp_memory(reading: Reading, table: Table) -> None:
         reading.set("offload_activations", "fsdp_config.fsdp_activation_checkpointing_offload", value=True)
     if table.switch("fsdp_forward_prefetch") and (table.count("fsdp_version") or 1) != 1:
         raise table.refused("fsdp_forward_prefetch", "FSDP2 has no such switch; leave it out")
-    table.refuse({"fsdp_ignored_modules": ()})
+    table.judge("accelerate-fsdp")
 
 
 def _replicas(reading: Reading) -> None:
@@ -172,8 +153,7 @@ def _replicas(reading: Reading) -> None:
         product *= degree
     if ranks is not None and degrees["dp_shard_size"] > 1 and ranks.value != product:
         raise SpecError(f"{table.where}: num_processes={ranks.value} is not the {product} ranks of its parallelism_config")
-    table.leave(f"parallelism_config_{key}" for key in _PARALLEL_KNOWN)
-    table.leave(_PARALLEL_KNOWN)
+    table.judge("accelerate-parallelism")
     reading.notes += table.unknown()
 
 
@@ -188,7 +168,7 @@ def _deepspeed(reading: Reading) -> None:
     third = isinstance(zero, dict) and zero.get("stage") == 3
     if table.switch("zero3_init_flag") is False and third:
         reading.options["deepspeed.zero_init"] = Setting("deepspeed_config.zero3_init_flag", value=False)
-    table.leave(_DEEPSPEED_KNOWN)
+    table.judge("accelerate-deepspeed")
     reading.notes += table.unknown()
     reading.table.leave(("mixed_precision",))
     reading.set("keep_logits", "outputs", value=True, filled=True, note=_NAMED)  # DeepSpeed returns the model's output
@@ -224,7 +204,7 @@ def _others(reading: Reading) -> None:
             reading.set_compiled(one, "dynamo_backend", whole=not dynamo.switch("dynamo_use_regional_compilation"))
     dynamo.leave(("dynamo_mode", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation"))
     reading.notes += dynamo.unknown()
-    table.refuse({"fp8_config": (), "megatron_lm_config": ()})
+    table.judge("accelerate")
     for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
         if table.data.get(section) in (None, {}):
             table.leave((section,))

@@ -14,7 +14,8 @@ from zeroplan.catalog.setups.recipes import (
     set_optimizer,
     set_sharded,
 )
-from zeroplan.catalog.setups.settings import Reading, Setting, Setup, Table
+from zeroplan.catalog.setups.settings import Reading, Table
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.spec.adapter import HEAD, AdapterSpec
 from zeroplan.spec.family import JOINING, LATENT_OF_EXPERTS
 from zeroplan.spec.model import PREDICTS, ModelSpec
@@ -27,12 +28,6 @@ _AUTO_SCHEDULES = {
     "interleaved1f1b": "interleaved-1f1b",
     "zerobubble": "interleaved-zero-bubble",
 }
-_AUTO_ADDS = """
-    quantization.load_in_8bit
-    peft.use_dora qat.* teacher_model.* kd_ratio distributed.autocast_dtype longalign.*
-    model.sparse* model.lm_head* distributed.mp_policy.*_dtype
-    distributed.moe.lm_head_precision distributed.bucket_cap_mb
-"""
 #: Values of AutoModel's backends (components/models/common/utils.py, BackendConfig) that are counted: attention kernels that save
 #: what FlashAttention saves, linear layers that save their input, norms that save theirs and a number per row, and grouped products
 #: that save theirs. Rotary positions save small tables; their fusion is switched off, whatever the file says. Empty: all values.
@@ -62,10 +57,6 @@ _AUTO_GATHERING = {"torch": "looped-experts", "torch_mm": "grouped-experts", "te
 _AUTO_ALONE = "{}={}: transformers' experts are counted, which keep more than AutoModel's"
 #: models/glm_moe_dsa/layers.py, _dsa_kernel_backend: a query reads its picked keys, and no tensor has a score for each key.
 _AUTO_SPARSE = "{}={}: transformers' attention over all keys is counted, which keeps its scores and takes more"
-#: FSDP2Config's own mixed precision, which is counted (distributed/config.py).
-_AUTO_POLICY: dict[str, tuple[object, ...]] = {f"distributed.mp_policy.{key}": (kind, f"torch.{kind}") for key, kind in (
-    ("param_dtype", "bfloat16"), ("output_dtype", "bfloat16"), ("reduce_dtype", "float32"))}  # fmt: skip
-_AUTO_SAVES = "distributed.offload_policy* freeze_config.*"
 
 
 def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
@@ -97,12 +88,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.set("keep_logits", "loss_fn._target_", value=True, filled=True)
     _auto_adapter(reading)
     reading.notes.append(NOT_THEIR_MODULES.format("AutoModel"))
-    table.unmodelled(
-        harmless=_AUTO_POLICY,
-        saves=_AUTO_SAVES,
-        adds=_AUTO_ADDS,
-        either="model.backend.cuda_graph.*",
-    )
+    table.judge("automodel")
     _auto_float8(reading)
     _auto_compiled(reading)
     _auto_backend(reading, spread="expert_parallel" in reading.flags, again=again)

@@ -7,29 +7,19 @@ its keys are translated to TrainingArguments, and trainer.py reads these.
 import re
 from pathlib import Path
 
+from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.settings import LIGER, Reading, Setting, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import LIGER, Reading, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
 
-#: Axolotl's key for each key of TrainingArguments and TRL.
-_INSTEAD = {
-    "model_name_or_path": "base_model", "max_length": "sequence_len", "per_device_train_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps", "optim": "optimizer", "use_peft": "adapter",
-    "lora_target_modules": "lora_target_modules", "load_in_4bit": "load_in_4bit", "lora_dropout": "lora_dropout", "bf16": "bf16",
-    "fp16": "fp16", "attn_implementation": "attn_implementation", "fsdp_config": "fsdp_config", "fsdp": "fsdp",
-    "gradient_checkpointing_kwargs": "gradient_checkpointing_kwargs", "dtype": "torch_dtype", "deepspeed": "deepspeed",
-    "parallelism_config.dp_replicate_size": "dp_replicate_size",
-}  # fmt: skip
 _LEGACY_ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
 }  # fmt: skip
-#: Keys of other releases, and aliases of fields, that change no memory.
-_OLDER = ("model_type", "gptq_groupsize", "gptq_model_v1", "eta_min", "adam_eps", "base_model_ignore_patterns",
-          "full_finetune", "sample_packing_seq_len_multiplier")  # fmt: skip
 #: Plugins that change no memory, or whose keys are read.
 _PLUGINS = ("SwanLabPlugin", "LigerPlugin", "CutCrossEntropyPlugin")
 _KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
@@ -52,34 +42,6 @@ _IS_SHIPPED = re.compile(
     r"(?:\.?/)?deepspeed_configs/zero(?P<stage>[123])(?P<bf16>_bf16)?(?:_cpuoffload_(?P<off>all|params))?\.json"
 )
 
-#: Keys of training methods that are not modelled.
-_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
-    ("process_reward_model", "trainer_cls", "diffusion", "ebft", "peft", "gptq", "llmcompressor"), ()
-)
-#: Patterns of keys that change memory in a way that is not modelled.
-_SAVES = """
-    layer_offloading activation_offloading selective_checkpointing tiled_mlp lisa_n_layers lisa_step_interval
-    quantize_moe_experts lora_on_cpu chunked_cross_entropy unfrozen_parameters flash_attn_cross_entropy
-    flash_attn_fuse_qkv deepcompile shrink_embeddings spectrum_top_fraction
-    liger_rms_norm_gated liger_cross_entropy
-    train_attn train_mlp train_unembed context_parallel_size sequence_parallel_degree expert_parallel_size
-    peft_layers_to_transform peft_layers_pattern large_head_attention fused_attn_kernel
-"""
-_ADDS = """
-    qat trl vllm relora peft_use_dora lora_target_parameters peft_layer_replication lora_rank_pattern
-    peft_trainable_token_indices use_eaft fp32_norms scaling_softmax noisy_embedding_alpha num_labels
-"""
-_EITHER = """
-    quantization use_kernels use_scattermoe use_sonicmoe fp8 fp8_enable_fsdp_float8_all_gather batch_flattening
-    llama4_linearized_experts use_onebitllms lora_model_dir
-    sdpa_varlen cls_model_config overrides_of_model_config use_dsv4_kernels use_glm_dsa_kernels
-    flash_attn_d512 gemma4_hybrid_attn_impl overrides_of_model_kwargs experts_implementation bnb_config_kwargs
-"""
-_HARMLESS = {
-    "num_labels": (1,), "context_parallel_size": (1,), "sequence_parallel_degree": (1,), "expert_parallel_size": (1,),
-    "experts_implementation": ("eager",), "bnb_config_kwargs": ({"bnb_4bit_use_double_quant": True},),
-    "liger_fused_linear_cross_entropy": (True,),
-}  # fmt: skip
 _POLICIES = {"dpo": 2, "ipo": 2, "orpo": 2, "simpo": 2, "kto": 1, "gdpo": 1, "grpo": 1}
 #: Keys that act on experts alone, and how their plugins are named. Source: loaders/model.py, integrations/kernels/args.py,
 #: integrations/expert_parallel/, monkeypatch/moe_quant.py (parameters with three axes and "expert" in their name).
@@ -105,8 +67,7 @@ _RL = "preferences and rewards are counted as {} of the batch; reference model a
 
 def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     """Return the job in the file; raises SpecError for settings that are not modelled."""
-    whole.refuse(_REFUSED)
-    whole.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
+    whole.judge("axolotl")
     if (method := whole.text("rl")) and method not in _POLICIES:
         raise whole.refused("rl", f"use one of {', '.join(_POLICIES)}")
     if whole.switch("peft_autocast_adapter_dtype") is False:
@@ -120,7 +81,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     }  # fmt: skip
     degrees = {"dp_shard_size": "dp_shard_size", "dp_replicate_size": "dp_replicate_size", "tensor_parallel_size": "tp_size"}
     made["parallelism_config"] = {theirs: whole.count(own) for own, theirs in degrees.items()}
-    reading = arguments_read(TranslatedTable(whole, _INSTEAD, made), folder)
+    reading = arguments_read(TranslatedTable(whole, keys_of("axolotl").instead, made), folder)
     plain = next((key for key in ("bfloat16", "float16") if whole.switch(key)), None)
     if plain and not (made["bf16"] or made["fp16"]):
         if made["use_peft"]:
@@ -140,7 +101,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         _experts(reading, whole)
     _tower(reading, whole, adapted=bool(made["use_peft"]))
     _goal(reading, whole)
-    reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS, *_OLDER))
+    reading.table.leave((*_LEGACY_ATTENTION, *_KERNELS))
     return reading.setup("axolotl")
 
 

@@ -6,45 +6,18 @@ LLaMA-Factory's version 1 has its own trainer and keys.
 
 from pathlib import Path
 
+from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.settings import (
-    LIGER,
-    ULYSSES,
-    Reading,
-    Setting,
-    Setup,
-    Table,
-    TranslatedTable,
-    known_keys,
-    number_of,
-)
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, Reading, Table, TranslatedTable, known_keys, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.trainer import arguments_read, set_dora
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import OF_LINEAR
 
-#: LLaMA-Factory's key for each key of TrainingArguments and TRL.
-_INSTEAD = {
-    "gradient_checkpointing": "disable_gradient_checkpointing", "gradient_checkpointing_kwargs": "use_reentrant_gc",
-    "use_peft": "finetuning_type", "lora_r": "lora_rank", "lora_target_modules": "lora_target", "lora_dropout": "lora_dropout",
-    "load_in_4bit": "quantization_bit", "use_bnb_nested_quant": "double_quantization",
-    "bnb_4bit_quant_type": "quantization_type", "attn_implementation": "flash_attn", "cutoff_len": "cutoff_len",
-}  # fmt: skip
 #: Defaults in hparams/model_args.py and finetuning_args.py.
 _DEFAULT_RANK, _DEFAULT_LENGTH, _DEFAULT_DROPOUT = 8, 2048, 0.0
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 
-#: Keys of training methods that are not modelled.
-_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(("use_kt", "use_mca", "use_megatron_bridge", "use_hyper_parallel"), ())
-#: Patterns of keys that change memory in a way that is not modelled.
-_SAVES = """
-    use_unsloth use_unsloth_gc shift_attn use_galore use_apollo use_badam use_muon
-    freeze_language_model neat_packing
-"""
-_ADDS = """
-    mixture_of_depths use_llama_pro use_asft_loss use_eaft_loss upcast_lmhead_output resize_vocab
-    additional_target add_tokens add_special_tokens new_special_tokens_config moe_aux_loss_coef adapter_name_or_path
-"""
-_EITHER = "fp8 fp8_enable_fsdp_float8_all_gather block_diag_attn context_parallel_size"
 _TWICE = "pref_loss={} reads the logits a second time, which is not counted: the answer is too low by that"
 _VALUES = (
     "a reward model's loss reads a value head, not the logits beside it: a loss of all logits is counted, which takes more"
@@ -65,7 +38,7 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     made = {**_recomputation(whole), **_attention(whole), **_adapter(whole, adapted=adapted)}
     if adapted and whole.data.get("ddp_find_unused_parameters") is None:
         made["ddp_find_unused_parameters"] = False  # hparams/parser.py, get_train_args
-    table = TranslatedTable(whole, _INSTEAD, made)
+    table = TranslatedTable(whole, keys_of("llama-factory").instead, made)
     reading = arguments_read(table, folder)
     _precision(reading, whole, adapted=adapted)
     if (stage := whole.text("stage")) in ("dpo", "rm"):
@@ -128,8 +101,7 @@ def _refuse(whole: Table) -> None:
         raise SpecError(f"{whole.where}: do_train is not true, so that nothing is trained; give the file that trains")
     if whole.text("stage") not in (None, "pt", "sft", "dpo", "kto", "rm"):
         raise whole.refused("stage", "sft, pt, dpo, kto and rm are modelled")
-    whole.refuse(_REFUSED)
-    whole.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER)
+    whole.judge("llama-factory")
     if whole.switch("upcast_layernorm") and whole.get("quantization_bit") is None:
         raise whole.refused("upcast_layernorm", "it is modelled beside quantization_bit: 4")
 
@@ -242,12 +214,6 @@ _MEGATRONS_KEYS = {"model": "model_name_or_path", "seq_len": "cutoff_len", "micr
 
 # Version 1
 
-_V1_KNOWN = """
-    custom_chat_template trust_remote_code model_class init_config train_dataset output_dir learning_rate num_train_epochs max_steps
-    max_grad_norm batching_workers cp_mode dist_timeout lr_scheduler_config seed full_determinism
-    resume_from_checkpoint save_steps save_epochs save_ckpt_as_hf save_total_limit logging_steps eval_dataset eval_steps report_to
-    sample_backend max_new_tokens mp_replicate_size mp_shard_size dp_size
-"""
 _COPIED = "v1's loss holds fp32 logits beside their shifted copy (core/base_trainer.py, compute_log_probs): --keep-logits fp32"
 _BATCHED = "batching_strategy={}: a batch has at most micro_batch_size x cutoff_len tokens, which are counted"
 _IN_16_BITS = "bf16 is false: {} are computed in fp32, and what is frozen keeps the dtype of the model's files; set --precision"
@@ -282,7 +248,7 @@ def _v1_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         reading.set_liger(*LIGER, key="kernel_config", loss=False)
     if (strategy := whole.text("batching_strategy")) not in (None, "normal"):
         reading.notes.append(_BATCHED.format(strategy))
-    whole.leave(_V1_KNOWN.split())
+    whole.judge("llama-factory-v1")
     return reading.setup("llama-factory")
 
 

@@ -13,7 +13,8 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
-from zeroplan.catalog.setups.settings import FlatTable, Reading, Setting, Setup, Table, number_of
+from zeroplan.catalog.setups.settings import FlatTable, Reading, Table, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.megatron import layers_of_layout
@@ -31,13 +32,6 @@ _OTHERS = ("pretrains", "swiglu", "qk_layernorm", "transformer_engine_release", 
 #: Vocabulary sizes of tokenizers, used without ``--vocab-size``.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "Llama3Tokenizer": 128256, "TikTokenizer": 131072,
                  "BertWordPieceLowerCase": 30522, "BertWordPieceCase": 28996}  # fmt: skip
-_ADDS = """
-    *teacher_model *rlhf_type *mcore_ref_model *perform_rl_step
-    *fsdp_double_buffer *nccl_ub *keep_fp8_transpose_cache
-    *export_kd_* *enable_cuda_graph *cuda_graph_impl *moe_z_loss_coeff *modules_to_save *use_mup
-    *moe_pad_expert_input_to_capacity *experimental_attention_variant *linear_attention_freq *first_last_layers_bf16
-    peft.dim kd_config.*
-"""
 #: Prefixes of tables in which Megatron-Bridge and NeMo put arguments of the same names.
 _PREFIXES = re.compile(
     r"^(model\.config|model|train|trainer\.strategy|data(?=\.(micro_batch_size|global_batch_size|seq_length)))\."
@@ -56,11 +50,6 @@ _LAYERS = {
 _WHOLE = {"word_embeddings": "embed_tokens", "output_layer": "lm_head", "embed_tokens": "embed_tokens", "lm_head": "lm_head"}
 #: Layers of the first and the last stage, which set the stages' layers where they are read.
 _CUTS = "*num_layers_in_*_pipeline_stage *decoder_*_pipeline_num_layers *account_for_*_in_pipeline_split"
-_SAVES = f"""
-    {_CUTS}
-    *optimizer_offload_fraction *fine_grained_activation_offloading *optimizer_cpu_offload *cpu_offloading
-    *megatron_fsdp_main_params_dtype *megatron_fsdp_grad_comm_dtype
-"""
 #: Micro-batches of a group, which Megatron-Core calls ``microbatch_group_size_per_vp_stage``.
 _GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 #: Switches of Megatron-LM that set an option of another name.
@@ -69,8 +58,6 @@ _SWITCHES = {
     "apply_query_key_layer_scaling": ("attention_softmax_in_fp32", True),
     "no_use_layer_wise_param_layout": ("use_layer_wise_param_layout", False),
 }  # fmt: skip
-#: The dtypes that zeroplan assumes under Megatron-FSDP.
-_IN_FP32 = {f"megatron_fsdp_{name}_dtype": ("fp32", "auto") for name in ("main_params", "grad_comm")}
 
 
 def _plain_name(key: str) -> str:
@@ -116,7 +103,8 @@ def megatron_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         _hybrid(reading, pattern.split("|"), ranks_of_pipeline=table.count("pipeline_model_parallel_size") or 1)
     if predicting:
         table.matters["hybrid_layer_pattern"] = "multi-token prediction of a hybrid pattern is left out"
-    table.unmodelled(harmless=_IN_FP32, saves=_SAVES, adds=_ADDS, either="*fp4_format")
+    table.unmodelled(saves=_CUTS)
+    table.judge("megatron")
     _counted(table, ["modules_to_save"] * ("modules_to_save" in reading.flags))
     offloads = "megatron.optimizer_offload_fraction" in reading.options
     _counted(table, ["optimizer_cpu_offload", "optimizer_offload_fraction"] * offloads)

@@ -9,29 +9,18 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.setup import Setup
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.numeric import round_up
 from zeroplan.spec.adapter import OF_LINEAR
 
-_INSTEAD = {
-    "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
-    "lora_target_modules": "target_modules", "load_in_4bit": "quant_bits", "dtype": "torch_dtype", "optim": "optimizer",
-    "lora_modules_to_save": "modules_to_save",
-}  # fmt: skip
 #: The offload section of the DeepSpeed files that ms-swift ships (config/, such as zero2.json).
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
-_SAVES = """
-    freeze_llm freeze_parameters* use_logits_to_keep use_galore use_muon lisa_activated_layers
-"""
-_ADDS = """
-    rlhf_type teacher_model reward_model use_dora
-    new_special_tokens label_smoothing_factor llamapro_num_new_blocks log_entropy top_entropy_quantile target_regex
-    lora_bias optim_target_modules torch_compile fp8 activation_cpu_offload router_aux_loss_coef
-"""
 #: Methods that train on pairs, and methods that train on a prompt with its completion (arguments/rlhf_args.py).
 _PAIRED, _COMPLETED = ("dpo", "orpo", "simpo", "cpo", "rm"), ("grpo", "ppo", "gkd")
 #: Methods without a reference model whose losses read the logits of pairs once or twice (TRL, experimental/orpo/ and cpo/).
@@ -41,18 +30,6 @@ _READ_TWICE = (
     "cross-entropy's fp32 copy is counted, which takes more"
 )
 _PADDING = "padding_free puts a batch into one row: as many full sequences are counted"
-_KNOWN = """
-    model_author enable_thinking add_non_thinking_prefix packing* max_completion_length* beta lmbda sleep_level
-    offload_model offload_optimizer offload_bridge move_model_batches overlong_filter external_plugins multi_turn_*
-    max_turns num_iterations use_vllm vllm_* steps_per_generation importance_* dynamic_sample *gym* soft_* freeze_vit
-    freeze_aligner vit_lr aligner_lr max_pixels padding_free task_type num_labels response_length truncation_strategy
-    lazy_tokenize bnb_4bit_* adapters* load_args load_data_args create_checkpoint_symlink *_weight
-    max_length init_weights lora_ga_* to_* check_model safe_serialization max_shard_size ref_* teacher_*
-    write_batch_size max_new_tokens response_prefix stop_words deepspeed* repetition_penalty merge_lora
-    use_hf tau_* fipo_* advantage_estimator *_logprobs off_policy_* cosine_* gkd_* seq_kd offload_teacher_model use_ray
-    label_names sequence_parallel_size galore_* norm_bbox reft_* model_kwargs custom_*
-    enable_dft_loss include interleave_prob MAX_*_SAMPLES ENABLE_AUDIO_OUTPUT MAX_PIXELS IMAGE_MAX_TOKEN_NUM
-"""
 
 
 def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
@@ -62,12 +39,12 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
 
         return megatron_setup(whole, folder, gpus)
     table = FlatTable(whole.data, whole.where)
-    theirs = Table(
-        {key: one for key, one in whole.data.items() if not _is_like(key, f"{_SAVES} {_ADDS} {_KNOWN}")}, whole.where
-    )
-    whole.unmodelled(saves=_SAVES, adds=_ADDS)
+    own = keys_of("ms-swift")
+    patterns = f"{own.saves} {own.adds} {own.known}"
+    theirs = Table({key: one for key, one in whole.data.items() if not _is_like(key, patterns)}, whole.where)
+    whole.judge("ms-swift")
     theirs.matters, theirs.saves = whole.matters, whole.saves
-    reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
+    reading = arguments_read(TranslatedTable(theirs, own.instead, _made(whole)), folder)
     _task(reading, whole)
     _loop(reading, whole)
     read_tower(reading, whole)
@@ -79,7 +56,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         each = table.count("per_device_train_batch_size") or 1
         steps = 1 if whole.data.get("rlhf_type") == "grpo" else max(1, -(-16 // (each * (launched or gpus or 1))))
         reading.set("grad_accum", "gradient_accumulation_steps", steps, filled=True)
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
+    reading.table.leave((*own.instead, *own.instead.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
 
 

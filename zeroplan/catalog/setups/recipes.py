@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.catalog.setups.settings import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setting, Setup, Table
+from zeroplan.catalog.setups.settings import NO_GPUS, FlatTable, Reading, Table
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setting, Setup
 from zeroplan.errors import SpecError
 
 NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"
@@ -65,12 +66,6 @@ NOT_THEIR_MODULES = "{}'s own modules are not modelled: transformers' of the sam
 
 # torchtune
 
-_TUNE_ADDS = """
-    teacher_model._component_ ref_checkpointer._component_ ref_policy_checkpointer._component_
-    reward_and_value_model._component_ quantizer._component_
-    model.encoder_trainable model.fusion_trainable value_checkpointer._component_ cudnn_deterministic_mode
-"""
-
 
 def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     """Return the job in a recipe of torchtune; raises SpecError if it trains nothing, or for unmodelled settings."""
@@ -101,7 +96,7 @@ def torchtune_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _tune_step(reading)
     _tune_loss(reading)
     _tune_quantizer(reading)
-    reading.unmodelled(saves="*ac_mode", adds=_TUNE_ADDS)
+    table.judge("torchtune")
     _tune_fusion(reading)
     if "int4-qat" in str(reading.flags.get("fused_kernels", Setting("", "")).value):
         table.matters.pop("quantizer._component_")

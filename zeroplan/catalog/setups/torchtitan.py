@@ -8,13 +8,16 @@ transformers' modules.
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, OwnModules, Reading, Setting, Setup, Table, TorchtitansModules
+from zeroplan.catalog.setups.keys import keys_of
+from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, Reading, Table
+from zeroplan.catalog.setups.setup import OwnModules, Setting, Setup, TorchtitansModules
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS
+from zeroplan.spec.pipeline import TORCHS_NAMES
 
-#: Published models by torchtitan's module and flavour.
-_MODELS = {
+#: Published models by torchtitan's module and flavour (0.3, models/<module>/config_registry.py).
+MODELS = {
     ("llama3", "8B"): "llama-3.1-8b", ("llama3", "70B"): "llama-3.1-70b", ("llama3", "405B"): "llama-3.1-405b",
     ("qwen3", "0.6B"): "qwen3-0.6b", ("qwen3", "1.7B"): "qwen3-1.7b", ("qwen3", "4B"): "qwen3-4b", ("qwen3", "8B"): "qwen3-8b",
     ("qwen3", "14B"): "qwen3-14b", ("qwen3", "32B"): "qwen3-32b", ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
@@ -30,38 +33,11 @@ _MORE_IS_KEPT = (
 )
 _OWN_MODULES = "torchtitan's own modules are counted as transformers' are, which save a little more or less"
 
-#: Tables that change no memory of a training step.
-_KNOWN_TABLES = (
-    "job", "profiling", "profiler", "metrics", "lr_scheduler", "checkpoint", "comm", "memory_estimation", "validation",
-    "validator", "debug", "tokenizer", "dataloader", "hf_assets_path", "dump_folder", "override",
-)  # fmt: skip
-_KNOWN: dict[str, tuple[str, ...]] = {
-    "training": ("dataset", "dataset_path", "max_norm", "steps", "gc_freq", "gc_debug", "dataloader", "warmup_steps",
-                 "deterministic", "seed"),
-    "parallelism": (
-        "enable_async_tensor_parallel", "enable_sequence_parallel", "spmd_backend",
-        "context_parallel_load_balancer", "context_parallel_ptrr_mask_key", "context_parallel_rotate_method",
-        "pipeline_parallel_schedule_csv", "expert_tensor_parallel_degree",
-    ),
-    "model": ("hf_assets_path", "tokenizer_path", "print_after_conversion", "tokenizer_type", "norm_type"),
-    "model_spec": ("model", "name", "flavor"),
-    "optimizer": ("lr", "beta1", "beta2", "eps", "weight_decay", "optimizer_factory_kwargs_by_name"),
-    "activation_checkpoint": ("preserve_rng_state", "determinism_check", "debug", "early_stop",
-                              "per_op_sac_force_recompute_mm_shapes_by_fqns", "visualize_memory_budget_pareto", "memory_budget"),
-    "compile": ("components", "backend", "enable_async_tensor_parallel"),
-}  # fmt: skip
-#: Keys that change memory and that a job cannot express.
-_EITHER = "expert_parallel_comm_backend enable_compiled_autograd pipeline_parallel_expert_parallel_overlap"
-_HARMLESS: dict[str, tuple[object, ...]] = {
-    "expert_parallel_comm_backend": ("standard",), "pipeline_parallel_expert_parallel_overlap": (True,),
-}  # fmt: skip
+#: The tables that are read, each with a section of its own in ``keys.toml``.
+_TABLES = ("training", "parallelism", "model", "model_spec", "optimizer", "compile")
 #: Default of ``training.local_batch_size``.
 _DEFAULT_BATCH = 8
-#: Schedules by torch's names (torch.distributed.pipelining) in lower case.
-_SCHEDULES = {
-    "gpipe": "gpipe", "1f1b": "1f1b", "interleaved1f1b": "interleaved-1f1b", "zbvzerobubble": "zbv",
-    "interleavedzerobubble": "interleaved-zero-bubble",
-}  # fmt: skip
+_SCHEDULES = {theirs.lower(): ours for ours, theirs in TORCHS_NAMES.items()}
 #: Keys that set the layers of pipeline stages by hand, and the values that leave the default cut.
 _CUT: dict[str, tuple[object, ...]] = {
     "pipeline_parallel_layers_per_stage": (), "module_fqns_per_model_part": (), "pipeline_parallel_split_points": (),
@@ -75,7 +51,7 @@ class _Reading(Reading):
     def __init__(self, whole: Table, gpus: int | None) -> None:
         super().__init__(whole)
         self.gpus = gpus
-        self.tables = {name: whole.table(name) for name in _KNOWN if name != "activation_checkpoint"}
+        self.tables = {name: whole.table(name) for name in _TABLES}
         self.instead = [_OWN_MODULES]
         """The notes if transformers' modules are counted instead of torchtitan's."""
 
@@ -90,9 +66,9 @@ def torchtitan_setup(whole: Table, _: Path, gpus: int | None) -> Setup:
     _batch(reading, data_parallel)
     _selective_in_float8(reading)
     for name, table in reading.tables.items():
-        table.leave(_KNOWN[name])
+        table.leave(keys_of(f"torchtitan-{name}").known.split())
         reading.notes += table.unknown()
-    whole.leave(_KNOWN_TABLES)
+    whole.judge("torchtitan")
     setup, instead = reading.setup("torchtitan"), tuple(reading.instead)
     if own := _own_modules(reading):
         compiled = _compiled(reading)
@@ -130,9 +106,8 @@ def _refuse(reading: _Reading) -> None:
     if reading.tables["compile"].switch("enable") and _own_modules(reading) is None:
         reading.set_compiled(reading.tables["compile"], "enable")
     _float8(reading)
-    reading.tables["optimizer"].refuse({"early_step_in_backward": ()})
-    reading.tables["parallelism"].refuse({"enable_fsdp_symm_mem": (), "expert_tensor_parallel_degree": (1,)})
-    reading.tables["parallelism"].unmodelled(adds="disable_loss_parallel", either=_EITHER, harmless=_HARMLESS)
+    for name in ("optimizer", "parallelism"):
+        reading.tables[name].judge(f"torchtitan-{name}")
     whole.matters |= reading.tables["parallelism"].matters
     if whole.table("fault_tolerance").switch("enable"):
         raise whole.table("fault_tolerance").refused("enable")
@@ -317,7 +292,7 @@ def _loss(reading: _Reading) -> None:
 def _model(reading: _Reading) -> None:
     spec, model = reading.tables["model_spec"], reading.tables["model"]
     name, flavor = (spec.text(key) or model.text(key) for key in ("name", "flavor"))
-    found = _MODELS.get((name or "", flavor or ""))
+    found = MODELS.get((name or "", flavor or ""))
     if found is not None:
         reading.set("model", f"model {name} {flavor}", found)
     elif name is not None or flavor is not None:

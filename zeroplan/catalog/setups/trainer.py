@@ -8,17 +8,8 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.settings import (
-    LIGER,
-    DeepSpeedPart,
-    Reading,
-    Setting,
-    Setup,
-    Table,
-    TranslatedTable,
-    number_of,
-    own_tensor_parallelism,
-)
+from zeroplan.catalog.setups.settings import LIGER, Reading, Table, TranslatedTable, number_of, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setting, Setup
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import PEFT_DEFAULT, TRAINED_MODULES
@@ -54,55 +45,6 @@ _BEYOND = (
 _HELD = "use_reentrant is on: the block's output that each checkpoint holds during its backward is not counted with this engine"
 _UNUSED = "ddp_find_unused_parameters"
 
-#: Keys of training on other devices or by other programs, which is not modelled.
-_REFUSED: dict[str, tuple[object, ...]] = dict.fromkeys(
-    ("use_cpu", "no_cuda", "mp_parameters", "sharded_ddp", "apex", "use_ipex", "use_mps_device"), ()
-)
-#: Patterns of keys that change memory in a way that is not modelled.
-_SAVES = "activation_offloading precompute_ref_log_probs padding_free"
-_ADDS = """
-    label_smoothing_factor use_dora modules_to_save lora_modules_to_save beta num_generations
-    max_completion_length
-"""
-_EITHER = "torchdynamo half_precision_backend bf16_full_eval fp16_full_eval"
-_HARMLESS = {"half_precision_backend": ("auto", "cpu_amp", "cuda_amp")}
-
-#: Keys that change no memory of a training step. NEFTune's noise is added to the embeddings before the first block, which needs
-#: more than three tensors of their size (integrations/neftune.py, neftune_post_forward_hook).
-_KNOWN_WORDS = """
-    output_dir overwrite_output_dir num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs
-    warmup_steps warmup_ratio optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon average_tokens_across_devices
-    max_grad_norm tf32 gradient_checkpointing_kwargs activation_checkpointing_kwargs  use_cache
-    torch_empty_cache_steps logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter
-    include_num_input_tokens_seen log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id
-    trackio_bucket_id trackio_static_space_id eval_strategy evaluation_strategy eval_steps eval_delay
-    per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches eval_use_gather_object
-    eval_accumulation_steps include_for_metrics include_inputs_for_metrics include_tokens_per_second batch_eval_metrics
-    save_only_model save_strategy save_steps save_on_each_node save_total_limit save_safetensors enable_jit_checkpoint
-    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
-    metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint full_determinism seed
-    data_seed dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
-    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names
-    train_sampling_strategy group_by_length length_column_name ddp_broadcast_buffers ddp_backend ddp_timeout debug
-    skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank logging_dir fp16_opt_level fp16_backend
-    tpu_num_cores tpu_metrics_debug past_index jit_mode_eval ray_scope push_to_hub_model_id push_to_hub_organization
-    push_to_hub_token fsdp_transformer_layer_cls_to_wrap fsdp_min_num_params deepspeed_plugin distributed_state
-    per_gpu_eval_batch_size _n_gpu dataset_name dataset_config dataset_config_name dataset_train_split dataset_test_split
-    dataset_text_field dataset_num_proc dataset_kwargs dataset_streaming train_file validation_file
-    validation_split_percentage max_train_samples max_eval_samples preprocessing_num_workers overwrite_cache streaming
-    tokenizer_name tokenizer_name_or_path cache_dir token use_auth_token model_revision trust_remote_code use_fast_tokenizer
-    low_cpu_mem_usage keep_linebreaks packing packing_strategy eval_packing eos_token pad_token chat_template_path
-    max_prompt_length dataset_mixture dataset_mixer dataset_splits chat_template loss_type hub_model_revision
-    completion_only_loss assistant_only_loss lora_alpha lora_task_type use_rslora bnb_4bit_quant_storage
-    bnb_4bit_compute_dtype neftune_noise_alpha
-"""
-_KNOWN = frozenset(_KNOWN_WORDS.split())
-_FSDP_WORDS = """
-    transformer_layer_cls_to_wrap state_dict_type cpu_ram_efficient_loading sync_module_states backward_prefetch
-    backward_prefetch_policy use_orig_params min_num_params limit_all_gathers forward_prefetch xla_fsdp_settings
-    final_state_dict_type cpu_offload_pin_memory
-"""
-_FSDP_KNOWN = frozenset(_FSDP_WORDS.split())
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length", "cutoff_len")
 
 
@@ -124,8 +66,7 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     """Return the settings read from a file, also for programs that run on transformers' Trainer; raises SpecError as above."""
     reading = Reading(table, folder)
     reading.own_units = "accelerate, which the Trainer runs on,"
-    table.refuse(_REFUSED)
-    table.unmodelled(saves=_SAVES, adds=_ADDS, either=_EITHER, harmless=_HARMLESS)
+    table.judge("trainer")
     for read in (_deepspeed, _engine, _precision, _batch, _recomputation, _ddp, _optimizer, _model, _adapter, _accelerators):
         read(reading)
     if (key := _key_of_dpo(table)) is not None:
@@ -138,7 +79,6 @@ def arguments_read(table: Table, folder: Path) -> Reading:
     _liger(reading)
     _compiled(table, reading)
     _in_eight_bits(reading)
-    table.leave(_KNOWN)
     return reading
 
 
@@ -323,8 +263,7 @@ def _fsdp(reading: Reading, config: Table, items: list[str]) -> None:
         reading.set("recompute", "fsdp_config.activation_checkpointing", "full")
     if str(config.get("auto_wrap_policy") or "TRANSFORMER_BASED_WRAP").upper() != "TRANSFORMER_BASED_WRAP":
         raise config.refused("auto_wrap_policy", "use TRANSFORMER_BASED_WRAP")
-    config.refuse({"xla": (), "xla_fsdp_v2": (), "xla_fsdp_grad_ckpt": (), "ignored_modules": ()})
-    config.leave(_FSDP_KNOWN)
+    config.judge("trainer-fsdp")
     reading.notes += config.unknown()
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.catalog.setups.megatron_arguments import read_megatron, read_stages
-from zeroplan.catalog.setups.settings import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setting, Setup, Table, number_of
+from zeroplan.catalog.setups.settings import FILLED, LIGER, ULYSSES, FlatTable, Reading, Table, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.spec.recipe import LogProbs
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -19,8 +20,6 @@ _UPDATE = (
 _MOVED = (
     "what param_offload and optimizer_offload keep on the host returns to the GPU for the update, so that it is counted there"
 )
-_SAVES = "*.use_fused_kernels *.enable_activation_offload *.tiled_mlp.enabled *.offload_policy *.cpu_offload"
-_ADDS = "*.mtp.enable_train *.mtp.enable"
 _ENTROPY = f"{_ACTOR}entropy_coeff {_ACTOR}calculate_entropy"
 
 
@@ -38,7 +37,7 @@ def verl_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     reading.set_frozen_tower(f"{_ACTOR}freeze_vision_tower")
     _policy(reading, gpus) if trains_a_policy else _supervised(reading, gpus)
     reading.set("attention", "attn_implementation", "flash", filled=True)
-    reading.unmodelled(saves=_SAVES, adds=_ADDS)
+    reading.table.judge("verl")
     fused = reading.options.get("megatron.cross_entropy_fusion_impl", Setting("", "")).value == "verl"
     if fused or reading.flags.get("log_probs", Setting("", "")).value in ("chunks", "kernels"):
         for key in (f"{_MODEL}use_fused_kernels", f"{_MODEL}fused_kernel_options.impl_backend"):

@@ -1,9 +1,9 @@
 """The coordinator of DeepSpeed's ZeRO-3: which parameters it gathers, prefetches and releases as a model's modules run.
 
-It records in the second pass which modules run in which order. From the third pass on it prefetches, releases parameters that
-are not needed soon, and keeps the rest. Only element counts decide, not the batch. The same program requests memory from a
-count of elements (:mod:`zeroplan.engines.deepspeed.notes`) and from a log of requests
-(:mod:`zeroplan.engines.requests.deepspeed_stage3`). Source: DeepSpeed 0.19.8,
+It records in the first pass which modules run in which order, and releases every parameter when its module ends. From the second
+pass on it prefetches, releases parameters that are not needed soon, and keeps the rest. Only element counts decide, not the
+batch. The same program requests memory from a count of elements (:mod:`zeroplan.engines.deepspeed.notes`) and from a log of
+requests (:mod:`zeroplan.engines.requests.deepspeed_stage3`). Source: DeepSpeed 0.19.8,
 ``runtime/zero/partitioned_param_coordinator.py`` and ``partition_parameters.py``.
 """
 
@@ -21,7 +21,6 @@ from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions
 
-_NEVER = 10**18
 _FEW = 4
 """The most parameters that a module owns itself, or a leaf module owns inside it, in any family."""
 _RESTORED = "restored"
@@ -141,7 +140,8 @@ class Coordinator:
             if self.decides and not freed.dropped and not self._stays(index, at + 1, leaf=freed.leaf):
                 self.decided.add((at, index))
             stays = index in self.persistent or not (freed.dropped or (at, index) in self.decided)
-            if index in self.available and (self.recording or not stays):
+            while_recording = self.recording and not (freed.dropped and index in self.persistent)
+            if index in self.available and (while_recording or not stays):
                 self._partition(index, saved=index in freed.saved)
         if self.steps[at].direction == BACKWARD:
             self.memory.release(*map(saved_key, freed.parameters))
@@ -343,11 +343,14 @@ class Coordinator:
         """
         if self.fetched_for.get(index, -1) > at:
             return True
-        reach = self.options.stage3_max_reuse_distance
         if leaf:
-            return self._within(index, at, reach)
-        again = next((use for use in self.uses[index] if use >= at), _NEVER)
-        return again != _NEVER and self.traversed[again] - self.traversed[at] < reach
+            return self._within(index, at, self.options.stage3_max_reuse_distance)
+        return not self.is_far(index, at)
+
+    def is_far(self, index: int, at: int) -> bool:
+        """Whether a parameter is used next after ``max_reuse_distance`` elements of other modules from a step on, or never."""
+        again = next((use for use in self.uses[index] if use >= at), None)
+        return again is None or self.traversed[again] - self.traversed[at] >= self.options.stage3_max_reuse_distance
 
     def _within(self, index: int, at: int, reach: int) -> bool:
         walked = 0

@@ -1,7 +1,7 @@
 """The gathered elements over a pass under ZeRO-3: the notes that a coordinator's pass leaves, and their summary."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zeroplan.engines.collecting import Highest
 from zeroplan.engines.deepspeed.coordinator import SECOND, Coordinator, Pass, Sent, saved_key
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step
+from zeroplan.engines.deepspeed.strides import Strider, parts_of
 from zeroplan.engines.rows import Row, Sizes, embedding_elements, has_tied_head
 from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div
@@ -48,7 +49,9 @@ class Gathered:
         """Gathered while the head runs forward, and while the final norm does."""
         self.loss = 0
         self.head: tuple[int, ...] = ()
-        """In the backward: at the loss, the head, the final norm."""
+        """In the backward: the most while the parameters of loss, head and final norm are gathered."""
+        self.head_runs: tuple[int, ...] = ()
+        """In the backward: held while loss, head and final norm run."""
         self.past_head = 0
         """Held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
         self.backward: tuple[tuple[Note, ...], ...] = ()
@@ -81,11 +84,6 @@ class Gathered:
     def n_persistent(self) -> int:
         """The number of these parameters."""
         return sum(count for _, count in self.persistent_sent)
-
-    @property
-    def most_in_backward(self) -> int:
-        """The most while the parameters of a block's module are gathered in the backward. [elements]"""
-        return max((note.gathering for block in self.backward for note in block), default=0)
 
     def is_like(self, other: "Gathered") -> bool:
         """Whether every note is equal. ``==`` compares identity, which keeps look-ups fast."""
@@ -121,8 +119,8 @@ class Gathered:
             self.backward, self.modules = tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
 
     def _after_blocks(self, notes: list[Noted]) -> None:
-        head = [note.gathering for _, note in notes]
-        self.head = max(head[:-3], default=0), head[-min(3, len(head))], max(head[-2:])
+        self.head = _at_head([note.gathering for _, note in notes])
+        self.head_runs = _at_head([note.during for _, note in notes])
         self.past_head = notes[-1][1].during if len(notes) > 2 else 0
         if self.whole.model.profile is not None:
             self.head_notes = per_gradient(notes)
@@ -131,6 +129,11 @@ class Gathered:
     def _idle(self, step: Step) -> bool:
         """Whether a module has parameters and makes no gradients."""
         return bool(step.parameters) and not any(self.whole.trained[index] for index in step.parameters)
+
+
+def _at_head(counts: list[int]) -> tuple[int, int, int]:
+    """Return the counts at the loss, the head and the final norm, of the modules after the blocks."""
+    return max(counts[:-3], default=0), counts[-min(3, len(counts))], max(counts[-2:])
 
 
 def per_gradient(notes: Iterable[Noted]) -> tuple[Note, ...]:
@@ -217,16 +220,75 @@ def gathered_by_several(one: Pass) -> Gathered | None:
 
 
 @lru_cache(maxsize=64)
-def gathered_at_first(one: Pass) -> Gathered | None:
-    """Return the same in the first pass of all, in which DeepSpeed records its trace; None if it never holds more.
+def gathered_at_first(one: Pass) -> Gathered:
+    """Return the same in the first pass of all, in which DeepSpeed records its trace.
 
-    It releases each parameter as soon as its module ends, and prefetches nothing. But experts' gathered weights that the graph
-    saves stay until their backward, which gathers them once more.
+    It releases each parameter as soon as its module ends, and prefetches nothing. But gathered weights that the graph saves stay
+    until their backward, which gathers them once more.
     """
-    if not one.trains:
+    return _Replay(one, recording=True, resident=False).run()
+
+
+@lru_cache(maxsize=64)
+def most_noted_at_first(one: Pass) -> int:
+    """Return the most elements that :func:`gathered_at_first` notes."""
+    first = gathered_at_first(one)
+    return max(count for name in _COUNTED for count, _ in _pairs(getattr(first, name), getattr(first, name)))
+
+
+@lru_cache(maxsize=64)
+def more_at_first(one: Pass, later: Gathered, *, of_blocks_in_forward: bool = False) -> int:
+    """Return how many more elements are gathered in the first pass than at the same place of a later one; the most, at least 0.
+
+    ``of_blocks_in_forward``: only in the forwards of blocks. Later passes also hold the persistent parameters, which their notes
+    leave out.
+    """
+    first = gathered_at_first(one)
+    names = ("forward", "before_experts") if of_blocks_in_forward else _COUNTED
+    more = (here - there for name in names for here, there in _pairs(getattr(first, name), getattr(later, name)))
+    return max(0, max(more) - later.persistent)
+
+
+_COUNTED = (
+    "first", "forward", "before_experts", "norm_forward", "head_gathering", "head_forward", "loss", "head",
+    "head_runs", "past_head", "head_notes", "backward", "modules", "below", "embedding", "end",
+)  # fmt: skip
+"""The attributes of :class:`Gathered` that count gathered elements."""
+
+
+def _pairs(first: object, later: object) -> Iterator[tuple[int, int]]:
+    """Yield the counts of two passes of the same model, place by place."""
+    if isinstance(first, int) and isinstance(later, int):
+        yield first, later
+    elif isinstance(first, Note) and isinstance(later, Note):
+        yield from zip(first[1:], later[1:], strict=True)  # without the gradients made
+    elif isinstance(first, (list, tuple)) and isinstance(later, (list, tuple)):
+        for here, there in zip(first, later, strict=True):
+            yield from _pairs(here, there)
+
+
+@lru_cache(maxsize=64)
+def most_at_first(one: Pass) -> int | None:
+    """Return a bound of the elements gathered in the first pass, without running it; None if weights are gathered in 8 bits.
+
+    Alive are the parameters of the module that runs, with a flat gather and copies of shards, and what outlives its module: tensors
+    that the graph holds, and parameters of modules whose end comes later or is seen by no hook. A block's backward frees what
+    its recomputation saved. Second partitions (hpZ) stay.
+    """
+    if one.sharing.width:
         return None
-    first = _Replay(one, recording=True, resident=False).run()
-    return first if first.most_in_backward > gathered(one).most_in_backward else None
+    replay = _Replay(one, recording=True, resident=False)
+    own, forward, blocks, numel = 0, 0, Counter[int](), replay.numel
+    for step in replay.steps:
+        ended = {index for freed in step.frees for index in freed.parameters if index not in freed.saved}
+        outlive = sum([numel[index] for index in {*step.parameters, *step.in_graph} if index not in ended])
+        copies = (2 if len(step.parameters) > 1 else 1) + one.sharing.copied
+        own = max(own, copies * sum([numel[index] for index in step.parameters]))
+        if step.direction == BACKWARD or blocks:
+            blocks[step.block] += outlive
+        else:
+            forward += outlive
+    return own + forward + blocks.pop(0, 0) + blocks.pop(-1, 0) + max(blocks.values(), default=0) + sum(replay.second.values())
 
 
 class _Replay(Coordinator):
@@ -242,7 +304,9 @@ class _Replay(Coordinator):
             one, Highest(), element=one.sharing.width or 1, recording=recording, resident=resident, decided=decided,
             later=later, last_forward=last_forward,
         )  # fmt: skip
-        self.whole, ways = one.whole, one.options.zero_hpz_partition_size
+        self.whole, ways, self.recomputed = one.whole, one.options.zero_hpz_partition_size, one.recomputed
+        self.repeats = decided is None and ways == 1 and not (one.on_nvme or one.sharing.width)
+        """Whether its state can repeat from block to block."""
         for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
             n_bytes = 0 if index in self.persistent else self.element * ceil_div(numel, ways)
             self.memory.request(SECOND, n_bytes, Kind.GATHER, "second partition of a parameter")
@@ -265,23 +329,37 @@ class _Replay(Coordinator):
 
     def run(self) -> Gathered:
         """Run all steps and return the gathered elements."""
-        found, memory, alive, backward = Gathered(self.whole), self.memory, self.memory.alive, list[Noted]()
-        for at, step in enumerate(self.steps):
-            if step.direction == BACKWARD and not self.turned:
-                found.loss = self.elements
-            memory.most = memory.n_bytes
-            self.begin(at)
-            gathering, during = memory.most // self.element, self.elements
-            if not self.turned:
-                self.release(at, step)
+        found, backward = Gathered(self.whole), list[Noted]()
+        for step, (gathering, during, saved, after) in zip(self.steps, self._seen(), strict=True):
+            if step.direction == BACKWARD or backward:
+                backward.append((step, Note(step.made, gathering, during, after, during - saved)))
+            else:
                 found.in_forward(step, gathering, during)
-                continue
-            saved = sum([alive.get(saved_key(index), 0) for index in step.parameters]) // self.element
-            self.release(at, step)
-            backward.append((step, Note(step.made, gathering, during, self.elements, during - saved)))
+                found.loss = after
         if backward:
             found.in_backward(backward)
+        else:
+            found.loss = 0
         found.end, found.most_read, found.read_twice = self.elements, self.most_read, self.read_twice
         found.sent_forward, found.sent_backward = self.sent[FORWARD], self.sent[BACKWARD]
         found.persistent_sent = tuple(sorted(Counter(self.numel[index] for index in self.persistent).items()))
         return found
+
+    def _seen(self) -> list[tuple[int, int, int, int]]:
+        """Return for every step the gathered elements: the most while it gathers, while it runs, saved of its own, and after it."""
+        memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int]]()
+        strider = Strider(self, memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
+        while len(seen) < len(self.steps):
+            times, more = strider.skip(len(seen))
+            if times > 0:
+                part, more = seen[-strider.n_steps(len(seen)) :], more // element
+                seen += [(g + n * more, d + n * more, s, a + n * more) for n in range(1, times + 1) for g, d, s, a in part]
+            at = len(seen)
+            step = self.steps[at]
+            memory.most = memory.n_bytes
+            self.begin(at)
+            gathering, during = memory.most // element, self.elements
+            saved = sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.turned else 0
+            self.release(at, step)
+            seen.append((gathering, during, saved, self.elements))
+        return seen

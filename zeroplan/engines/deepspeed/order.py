@@ -125,7 +125,7 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     if whole.model.profile is not None:
         return _trace_of_profile(whole, recomputed=recomputed)
     first, norm, head = _around(whole)
-    lowest = _lowest_backward(whole, recomputed)
+    lowest = lowest_backward(whole, recomputed)
     if linears_of_torch:
         head = head._replace(viewed=head.parameters)
     every = len(whole.placed)
@@ -250,7 +250,7 @@ def _of_frozen_images(whole: Row, module: _Module) -> bool:
     return module.name.startswith(BESIDE_THE_TEXT) and not any(whole.trained[index] for index in module.parameters)
 
 
-def _lowest_backward(whole: Row, recomputed: int) -> int:
+def lowest_backward(whole: Row, recomputed: int) -> int:
     """Return the lowest block with a backward: the first with trained weights, or -1 if autograd tracks the embedding's output.
 
     With recomputation it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
@@ -408,7 +408,7 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
 def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recomputed: int) -> list[Step]:
     """Return a block's modules in the order of their backward. The first one that needs the recomputation waits for it."""
     by_name = {module.name: module for module in modules}
-    constant = _constants(whole, modules) if block == _lowest_backward(whole, recomputed) else _Constants()
+    constant = _constants(whole, modules) if block == lowest_backward(whole, recomputed) else _Constants()
     names = backward_order([module.name for module in modules[1:] if not module.name.endswith(_CHOOSES)])
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0

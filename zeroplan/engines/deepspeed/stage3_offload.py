@@ -23,7 +23,7 @@ from zeroplan.engines.formulas import sized
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.rows import numel
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, maximum, minimum
+from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.recipe import RecipeSpec
 
 _NORM = f"{STAGE3}, partition_grads and _constant_buffered_norm2"
@@ -39,15 +39,23 @@ def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, .
 
 
 def on_the_way(job: Job, flush: Flush) -> tuple[Line, ...]:
-    """Return the memory that takes a bucket's largest gradient to the host: its shard, copied back, and its fp64 copy. [bytes]"""
+    """Return the memory that takes a bucket's largest gradient to the host: its shard, copied back, and its fp64 copy. [bytes]
+
+    Only a step's last micro-batch takes norms.
+    """
     if not offloads_optimizer(job.recipe):
         return ()
-    if swaps_optimizer(job.recipe):
-        return casts_on_the_way(job, flush)
     share = ceil_div(max(map(numel, flush.inside)), job.n_ranks)
-    cast = job.master * share if job.kept != job.master else 0
-    n_bytes = job.kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
-    return (sized(Kind.REDUCE, 1, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", _NORM),)
+    back = sized(Kind.REDUCE, 1, job.kept * share, "share of a gradient, back from the host", _NORM)
+    if job.ends_step is False:
+        return (back,)
+    if swaps_optimizer(job.recipe):
+        (at_end,) = casts_on_the_way(job, flush)
+    else:
+        cast = job.master * share if job.kept != job.master else 0
+        n_bytes = job.kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
+        at_end = sized(Kind.REDUCE, 1, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", _NORM)
+    return (at_end._replace(n_bytes=where(job.ends_step, at_end.n_bytes, back.n_bytes)),)
 
 
 def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:

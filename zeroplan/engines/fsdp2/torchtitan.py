@@ -136,7 +136,7 @@ def _chunked(x: Widths, vocab: int, batch: Batch, *, compiled: bool) -> HeadPass
     forward += (_logits(one, vocab, "logits of the chunk before, until the next ones exist"),) * compiled
     *loop, mask = _held_since_0_3(x, batch)
     incoming, through = _logits(one, vocab, "gradient of a chunk's logits"), _flowing(one, "gradient of a chunk's input")
-    named: tuple[Line, ...] = () if logits in kept else (logits,)
+    named: tuple[Line, ...] = () if compiled else (logits,)
     forward, named, kept, gradients, one_chunk = map(
         _of_a_chunk, (forward, named, kept, gradients, (logits, incoming, through))
     )

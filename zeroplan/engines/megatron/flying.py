@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.megatron.chunks import LETTERS, Counts, fullest, layers_of_a_checkpoint, runs_of
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line, total_bytes
-from zeroplan.numeric import Int, ceil_div, maximum
+from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.described import Job
 from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.families.megatron.attention import CROSS, ENCODED
@@ -87,7 +87,8 @@ def in_layers(flying: Flying, layers: Layers, job: Job, *, last: str | None = No
         if isinstance(count, int) and count <= over:
             continue
         if kind == "decoder":
-            yield from _encoded(layers, job)
+            read = minimum(1, maximum(0, count - over))  # 0 at places of a column without such layers
+            yield from (line._replace(n_bytes=read * line.n_bytes) for line in _encoded(layers, job))
         several = f"({formula} - {over})" if over else formula
         for letter, lines, what in (
             ("S", layers.kinds[kind].kept, "keep"),

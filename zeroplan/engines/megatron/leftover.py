@@ -20,7 +20,7 @@ from zeroplan.transformer.params import is_frozen
 DISPATCHER = "Megatron-LM 2026-08, megatron/core/transformer/moe/token_dispatcher.py, dispatch_preprocess"
 LEAF = "mcore-bridge 1.6.5, model/gpt_model.py, GPTModel._preprocess"
 _EMBEDDED = "the frozen embedding's output and its gradient, of the micro-batch before"
-_GRAPHS = "inputs of layers with experts and their gradients, until these run again"
+GRAPHS = "inputs of layers with experts and their gradients, until these run again"
 _HELD = Tag(Role.UNTIL_NEXT_STEP)
 _SCHEDULED = "hidden states and gradients that the schedule still refers to"
 INPUT = "Megatron-LM 2026-08, megatron/core/transformer/transformer_block.py, TransformerBlock.set_input_tensor"
@@ -237,7 +237,7 @@ def left_by_schedule(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
 def left_by_graphs(rank: Rank, job: Job) -> dict[str, tuple[Line, ...]]:
     """Return the lines of the hidden states that dispatchers' graphs keep, by the names of :class:`Behind`. [bytes]"""
     counts = behind_by(rank, job)._asdict()
-    found = lines_of(counts, "J", _GRAPHS, DISPATCHER, own_state(job))
+    found = lines_of(counts, "J", GRAPHS, DISPATCHER, own_state(job))
     if rank.at == 0 and is_frozen(job.model, "embedding"):
         for when, lines in _embedded(job).items():
             found[when] = (*found[when], *lines)

@@ -7,7 +7,7 @@ from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
 from zeroplan.engines.megatron.flying import Flying, flying_of, in_layers, without
 from zeroplan.engines.megatron.leftover import left_by_graphs, left_by_schedule
 from zeroplan.engines.megatron.muon import muon_step
-from zeroplan.engines.megatron.parameters import table_of
+from zeroplan.engines.megatron.parameters import has_tied_head, table_of
 from zeroplan.engines.megatron.rank import Rank, kinds_backward
 from zeroplan.engines.megatron.sharded import AT_AHEAD, AT_END, AT_HEAD, AT_LAST, AT_LOSS, AT_STEP, Sharding, sharding_of
 from zeroplan.ledger import Kind, Line, Phase, total_bytes
@@ -173,7 +173,7 @@ class _Step:
 
         Layers whose backward has run may still have whole gradients. Layers before them may already have gathered weights.
         """
-        for behind in sharding.backwards(lasts_of(self.rank, self.job)):
+        for behind in sharding.backwards(lasts_of(self.rank, self.job), self.together):
             kind, what = self.order[behind], f"a layer behind {behind}" if behind else "a layer"
             over = tuple(ceil_div(self.order[: behind + 1].count(run.kind), self.together) for run in runs_of(self.job))
             others, cost, whole = (*self.made("end"), *self.but(over)), self.layers.kinds[kind].cost, sharding.lines(behind)
@@ -206,7 +206,7 @@ class _Step:
     def waiting(self) -> Iterator[Line]:
         """Yield the head's gradient of a tied table, which stays until the embedding's gradient is added. [bytes]"""
         rank, job = self.rank, self.job
-        tied = job.model.tie_word_embeddings and not is_frozen(job.model, "head")
+        tied = has_tied_head(job) and not is_frozen(job.model, "head")
         if rank.has_head and rank.at == 0 and tied and not keeps_placeholders(job.recipe):
             yield self.of_table("gradient of the tied table by the head, which waits for the embedding's", loss.HEAD)
 

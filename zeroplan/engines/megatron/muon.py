@@ -19,7 +19,16 @@ from typing import NamedTuple
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.megatron.buckets import bucket_of
 from zeroplan.engines.megatron.chunks import Counts, runs_of
-from zeroplan.engines.megatron.parameters import BY_ROWS, is_expert, is_split, of_one_rank, of_shared_expert, table_of
+from zeroplan.engines.megatron.parameters import (
+    BY_ROWS,
+    has_tied_head,
+    head_of,
+    is_expert,
+    is_split,
+    of_one_rank,
+    of_shared_expert,
+    table_of,
+)
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div, for_each_row, maximum, round_up, where
 from zeroplan.spec.described import Job
@@ -140,8 +149,10 @@ def _of_an_expert(run: BlockRun, job: Job) -> Iterator[Shape]:
 
 def others_of(each: tuple[Counts, ...], job: Job, *, first: bool, last: bool) -> Iterator[int]:
     """Yield the elements of each tensor that Adam updates on a pipeline rank, without the final norm."""
-    tables = first + (last and not job.model.tie_word_embeddings) + (last and not first and job.model.tie_word_embeddings)
-    yield from (int(table_of(job)) for _ in range(tables))
+    if first:
+        yield int(table_of(job))
+    if last and not (first and has_tied_head(job)):
+        yield int(table_of(job) if has_tied_head(job) else head_of(job)[0])
     for run, layers in zip(runs_of(job), map(sum, zip(*each, strict=True)), strict=True):
         for _ in range(layers):
             yield from (int(of_one_rank(one, job)) for one in run.parameters if len(one.shape) == 1)

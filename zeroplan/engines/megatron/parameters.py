@@ -143,6 +143,11 @@ def head_of(job: Job) -> tuple[Int, str]:
     return model.head_rows * model.hidden_size, f"{model.head_rows}·h"
 
 
+def has_tied_head(job: Job) -> bool:
+    """Whether the head multiplies by the embedding's table. Embeddings of whole sequences have no head."""
+    return job.model.tie_word_embeddings and job.recipe.megatron.last_tokens != "embedding"
+
+
 def padded_vocabulary(job: Job) -> Int:
     """Return the padded vocabulary size (``--make-vocab-size-divisible-by``). [tokens]"""
     return round_up(job.model.vocab_size, job.recipe.megatron.make_vocab_size_divisible_by * job.mesh.tp)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from zeroplan.engines.megatron.buckets import Padded, padded_ends, padded_layer
 from zeroplan.engines.megatron.chunks import Counts, Schedule, chunks_per_rank, counts_of, fullest, runs_of, stages_of
 from zeroplan.engines.megatron.muon import Owned, owned_by
-from zeroplan.engines.megatron.parameters import WEIGHTS_TOO, elements_of, ends_of, in_fp8, table_of, trained_by
+from zeroplan.engines.megatron.parameters import WEIGHTS_TOO, elements_of, ends_of, has_tied_head, in_fp8, table_of, trained_by
 from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Int, ceil_div, maximum, minimum
 from zeroplan.spec.batch import Batch
@@ -87,7 +87,7 @@ def _made(at: int, job: Job) -> Rank:
     inside, experts, matrices = elements_of(job, counts)
     embedding, end = ends_of(job)
     ends: Int = (embedding if first else 0) + (end if last else 0)
-    if last and not first and (model.tie_word_embeddings or job.recipe.megatron.mtp_num_layers):
+    if last and not first and (has_tied_head(job) or job.recipe.megatron.mtp_num_layers):
         ends = ends + table_of(job)  # a copy of the table, without positions: tied, or for next tokens
     group = job.recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
@@ -100,6 +100,7 @@ def _made(at: int, job: Job) -> Rank:
     padded, by_muon = Padded(inside + ends, experts, in_fp8(job, counts)), job.recipe.optimizer == "muon"
     if job.recipe.zero_stage == WEIGHTS_TOO:
         padded = _padded(counts, job)
+    whole = Owned(matrices + padded.experts, padded.beside - matrices)
     return Rank(
         at,
         padded.beside,
@@ -113,12 +114,8 @@ def _made(at: int, job: Job) -> Rank:
         each,
         schedule,
         frozen,
-        _by_muon(each, Owned(matrices + padded.experts, padded.beside - matrices), job, at) if by_muon else None,
+        owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=first, last=last) if by_muon else None,
     )
-
-
-def _by_muon(each: tuple[Counts, ...], whole: Owned, job: Job, at: int) -> Owned:
-    return owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=at == 0, last=at == int(job.mesh.pp) - 1)
 
 
 def _padded(counts: Counts, job: Job) -> Padded:

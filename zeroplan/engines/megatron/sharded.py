@@ -17,7 +17,7 @@ from zeroplan.engines.megatron.buckets import bucket_of, padded_ends, padded_lay
 from zeroplan.engines.megatron.parameters import GRADIENTS_TOO, WEIGHTS_TOO, bytes_of, ends_of, table_of
 from zeroplan.engines.megatron.rank import Rank, expert_sharers, sharers, updated_by
 from zeroplan.ledger import Kind, Line, Role, Tag
-from zeroplan.numeric import Bool, Int, added_up, ceil_div, maximum, minimum, where
+from zeroplan.numeric import Bool, Int, added_up, ceil_div, maximum, minimum, share_of, where
 from zeroplan.spec.described import Job
 
 _FOLDER = "Megatron-Core 0.16.1, core/distributed/fsdp/src/megatron_fsdp"
@@ -102,7 +102,7 @@ class Sharding(NamedTuple):
 
     def _weighing(self, inside: Int) -> Int:
         """Return the size of ``inside`` weights of layers and of all weights outside them. [bytes]"""
-        return self.width * self.ends + inside * self.weights // maximum(1, added_up(self.layers))
+        return self.width * self.ends + share_of(self.weights, inside, maximum(1, added_up(self.layers)))
 
     def _unlike_loss(self) -> Int:
         """Return the layers' weights that can be whole in the last layer's backward. [elements]
@@ -133,16 +133,20 @@ class Sharding(NamedTuple):
             return self._waiting(behind) + where(self._is_cut(), self.table, self.ends)
         return minimum(whole, self._waiting(behind) + where(self._is_cut(), 0, self.ends) + reaching + self.layers[int(at)])
 
-    def backwards(self, kinds: Iterable[int]) -> tuple[int, ...]:
+    def backwards(self, kinds: Iterable[int], together: int) -> tuple[int, ...]:
         """Return the points at which the backward may peak, each as the number of layers whose backward has run.
 
-        These are ``kinds`` (the last layer of each kind), and the points where a queue is full or nearly empty.
+        These are ``kinds`` (the last layer of each kind), the first and the last layer, and the points where whole weights and
+        gradients begin to grow or fall differently. Between them the memory of all other tensors falls evenly, or with each
+        checkpoint of ``together`` layers.
         """
-        last, layer = len(self.layers) - 1, self._layer()
-        if not isinstance(layer, int):
+        last = len(self.layers) - 1
+        if not isinstance(self._layer(), int):
             return tuple(range(last + 1))
-        full, few = int(self._waiting(added_up(self.layers))) // layer, last - int(self._ahead()) // layer
-        return tuple(sorted({*kinds, *(min(max(at, 0), last) for at in (full - 1, full, few, last))}))
+        whole = [self._gathered(at) + self.width_of_gradient * self._reduced(at) for at in range(last + 1)]
+        bends = (at for at in range(1, last) if whole[at + 1] - whole[at] != whole[at] - whole[at - 1])
+        near = {at + step for at in (*kinds, 0, *bends, last) for step in range(1 - together, together)}
+        return tuple(sorted(near & {*range(last + 1)}))
 
     def unread(self) -> Int:
         """Return the most layers that are gathered ahead in a forward that has not run them yet."""
@@ -191,7 +195,7 @@ class Sharding(NamedTuple):
         """Return how many of the layers' ``elements`` the forward and the backward of a micro-batch gather."""
         inside = maximum(1, added_up(self.layers))
         again = minimum(inside, self._ahead())
-        return elements + elements * again // inside, where(inside > again, elements, 0)
+        return elements + share_of(elements, again, inside), where(inside > again, elements, 0)
 
     def share(self, behind: int) -> Line:
         """Return the line of the tensor into which a layer's gradients are reduced. [bytes]"""

@@ -18,6 +18,7 @@ from zeroplan.engines.megatron.parameters import (
     bytes_of,
     elements_of,
     ends_of,
+    has_tied_head,
     head_of,
     is_expert,
     is_split,
@@ -45,7 +46,10 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the lines of weights, gradients and optimizer states. [bytes]"""
     recipe = job.recipe
     width, (share, shared) = bytes_of(recipe), updated_by(rank, job)
-    whole = _in_buffers(rank)
+    whole = (
+        rank.elements + rank.experts + rank.padding,
+        "(D_rank + X_rank)" if rank.muon is None else "(D_rank + X_rank + P_rank)",
+    )
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
     if recipe.megatron.fp8_format is not None:
         narrow, line = _weights_in_fp8(rank, job)
@@ -70,13 +74,6 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
         return
     both = 8 if recipe.megatron.optimizer_offload_fraction else _moments(recipe)
     yield sized(Kind.OPTIMIZER_STATE, both, share, "momentum and variance", OPTIMIZER, shared)
-
-
-def _in_buffers(rank: Rank) -> tuple[Int, str]:
-    """Return the elements of the buffers of weights, and of gradients, on a rank that has all of them, and the formula."""
-    if rank.muon is None:
-        return rank.elements + rank.experts, "(D_rank + X_rank)"
-    return rank.elements + rank.experts + rank.padding, "(D_rank + X_rank + P_rank)"
 
 
 def _moments(recipe: RecipeSpec) -> int:
@@ -189,7 +186,7 @@ def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
     if not recipe.megatron.gradients_beside or not recipe.megatron.main_weights:
         return {}
     order, (embedding, end) = kinds_backward(rank, job), ends_of(job)
-    kinds, tied = dict.fromkeys(order), table_of(job) if job.model.tie_word_embeddings else 0
+    kinds, tied = dict.fromkeys(order), table_of(job) if has_tied_head(job) else 0
     everything = rank.elements + rank.experts
     if len(rank.each) > 1 or recipe.megatron.hybrid_layer_pattern is not None:
         return dict.fromkeys(("head", *kinds, "end"), everything)
@@ -199,7 +196,7 @@ def made_gradients(rank: Rank, job: Job) -> dict[str, Int]:
         counts = tuple(done.count(run.kind) for run in runs_of(job))
         beside, experts, _ = elements_of(job, counts)
         made[kind] = made["head"] + beside + experts
-    return {**made, "end": everything - (embedding if rank.at == 0 and not job.model.tie_word_embeddings else 0)}
+    return {**made, "end": everything - (embedding if rank.at == 0 and not has_tied_head(job) else 0)}
 
 
 def made_lines(at: str, rank: Rank, job: Job) -> tuple[Line, ...]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from math import comb
 
 from zeroplan.engines.megatron.chunks import runs_of
-from zeroplan.engines.megatron.parameters import Bytes, bytes_of, table_of
+from zeroplan.engines.megatron.parameters import Bytes, bytes_of, has_tied_head, table_of
 from zeroplan.engines.megatron.rank import Rank, same_experts
 from zeroplan.engines.megatron.sharded import Sharding, sharding_of
 from zeroplan.ledger import Among, Collective, Phase
@@ -70,7 +70,7 @@ def collectives_of_passes(rank: Rank, job: Job) -> Iterator[Collective]:
                     calls,
                     element_of(recipe) * tokens * job.model.hidden_size,
                 )
-        shared = job.model.tie_word_embeddings or recipe.megatron.mtp_num_layers
+        shared = has_tied_head(job) or recipe.megatron.mtp_num_layers
         if shared and job.model.adapter is None and (rank.at == 0 or rank.has_head):
             gradient = bytes_of(recipe).gradient * table_of(job)
             what = "gradient of the table that first and last stage share"

@@ -157,6 +157,7 @@ def _of_fine_tuning(job: JobSpec) -> tuple[tuple[bool, str], ...]:
 def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
     options, moe = job.recipe.deepspeed, job.model.moe
     return (
+        (job.recipe.recompute == "selective", "DeepSpeed stage 3 with selective recomputation, in which DeepSpeed fails"),
         (job.recipe.loss != "full", "DeepSpeed stage 3 with a loss that takes the head's weight itself"),
         (
             job.model.mla is not None and moe is not None and not moe.num_shared_experts,

@@ -30,7 +30,9 @@ _MEASURED = 1.6
 """Width of the measured line. [points]"""
 _BOLD_SIGN, _POINTS_PER_INCH = 0.66, 72
 """Mean width of a character of DejaVu Sans Bold, as a fraction of the font size."""
-_PREFIXES = ("initialisation: ", "forward: ", "forward of ", "backward: ", "backward of ", "optimizer step: ")
+_PREFIXES = (
+    "initialisation: ", "first micro-batch: ", "forward: ", "forward of ", "backward: ", "backward of ", "optimizer step: "
+)  # fmt: skip
 
 
 class _Places(NamedTuple):

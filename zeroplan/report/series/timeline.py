@@ -17,7 +17,7 @@ from zeroplan.resolve.options import value_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import Loss
 
-_PHASES = (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
+_PHASES = (Phase.INIT, Phase.FIRST, Phase.FORWARD, Phase.BACKWARD, Phase.STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

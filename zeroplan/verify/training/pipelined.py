@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from zeroplan.errors import MeasurementError
 from zeroplan.ledger import Kind, Phase
 from zeroplan.spec.job import JobSpec
-from zeroplan.spec.pipeline import Stage, cut, indices_of_rank, stages_per_rank
+from zeroplan.spec.pipeline import TORCHS_NAMES, Stage, cut, indices_of_rank, stages_per_rank
 from zeroplan.verify.fake_parts.held_sends import Held
 from zeroplan.verify.replaced import replaced
 from zeroplan.verify.training.activations_away import offload_blocks
@@ -40,13 +40,6 @@ from zeroplan.verify.training.tensor_parallel import split_module
 from zeroplan.verify.watching.watcher import Watcher
 
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
-_SCHEDULES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved-1f1b": schedules.ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
-}
 
 
 class Pipelined(Engine):
@@ -191,7 +184,7 @@ def _schedule(job: JobSpec, mine: tuple[Stage, ...], parts: list[nn.Module], mes
         for stage, part in zip(mine, parts, strict=True)
     ]  # fmt: skip
     last = next((part for stage, part in zip(mine, parts, strict=True) if stage.is_last), None)
-    cls: Callable[..., Schedule] = _SCHEDULES[name]
+    cls: Callable[..., Schedule] = schedules.get_schedule_class(TORCHS_NAMES[name])
     return cls(
         stages if len(mine) > 1 else stages[0], n_microbatches=job.batch.grad_accum_steps, scale_grads=False,
         loss_fn=_loss_of(last, job.model.vocab_size, shifted=job.mesh.cp > 1, chunked=job.recipe.loss == "chunked"),

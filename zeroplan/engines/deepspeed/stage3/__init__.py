@@ -4,14 +4,14 @@ Every parameter is sharded separately: each rank holds ``ceil(numel/N)`` element
 parameters before it runs. Gradients go through one bucket, which is reduce-scattered in a separate copy.
 """
 
-from collections.abc import Iterator
-
 from zeroplan.engines.account import Account, Symbol
 from zeroplan.engines.deepspeed.abandoned import abandoned_states, beside
 from zeroplan.engines.deepspeed.infinity import note_on_nvme, nvme_lines, refuse_few_pipelined
 from zeroplan.engines.deepspeed.offload import note, offloads_optimizer
 from zeroplan.engines.deepspeed.secondary import second_partition
-from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, in_the_first_pass, make_job, numels
+from zeroplan.engines.deepspeed.stage3.first import before_the_first_step, first_moments
+from zeroplan.engines.deepspeed.stage3.job import Job, by_micro_batches, make_job, numels
+from zeroplan.engines.deepspeed.stage3.reducing import flush_memory
 from zeroplan.engines.deepspeed.stage3.states import (
     bucket_line,
     construction_moments,
@@ -38,8 +38,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import OptimizerImpl, RecipeSpec
-from zeroplan.trace import Entry, Moments, Trace, entry_of
-from zeroplan.units import GIBIBYTES
+from zeroplan.trace import Moments, Trace, entry_of
 
 
 def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch, impl: OptimizerImpl) -> Account:
@@ -51,20 +50,28 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     everything = shares_held(job, impl)
     left = abandoned_states(recipe, job.whole.n_elements, job.element)
     beside_shards = _beside_shards(model)
-    states = (*states_on_gpu(recipe, everything), *left, *buffers_and_pixels(model, recipe, batch), *beside_shards)
+    on_gpu, others = states_on_gpu(recipe, everything), (*left, *buffers_and_pixels(model, recipe, batch), *beside_shards)
+    states = (*on_gpu, *others)
     refuse_few_pipelined(recipe, group_count(job))
     persistent = (*states, bucket_line(job), persistent_line(job))
     these = passes(model, recipe, batch)
     trace = Trace()
     trace.hold("states", *persistent)
-    for each in by_micro_batches(job, batch):
-        Training(trace, each, these).run()
+    jobs, taken = by_micro_batches(job, batch), flush_memory(job)
+    for each in jobs:
+        Training(trace, each, these, taken).run()
+    later = trace.finished()
+    from_the_start = before_the_first_step(recipe, on_gpu)
+    first = first_moments(
+        jobs, batch, these, taken, held=(*from_the_start, *others, bucket_line(job)), made_later=on_gpu[len(from_the_start) :],
+        later=later,
+    )  # fmt: skip
     temporaries = step_temporaries(job, impl)
     steps = cpu_step_moments(job) if offloads_optimizer(recipe) else step_moments(job, impl, temporaries)
     second = second_partition(recipe, job.element, job.partition, job.n_ranks)
     step = tuple(moment.beside((*states, bucket_line(job), *second)) for moment in steps[:-1])
     step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
-    training = (*trace.finished(), *map(entry_of, step))
+    training = (*first, *later, *map(entry_of, step))
     moments = Moments((*map(entry_of, beside(construction_moments(job, states), (*left, *beside_shards))), *training))
     return Account(
         (*states, bucket_line(job), persistent_line(job)),
@@ -73,7 +80,6 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         host=host_lines(job, everything, temporaries),
         symbols=(*_symbols(job, impl), *host_symbols(job), *kept_symbols(these), *counted(*everything, *temporaries)),
         notes=(
-            *_note_on_the_first_pass(job, these, persistent, training),
             *note(recipe),
             *note_on_nvme(recipe),
             *((_PACKED_STAY,) if model.is_quantised else ()),
@@ -84,26 +90,6 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
     )
 
 
-def _note_on_the_first_pass(job: Job, these: Passes, persistent: tuple[Line, ...], moments: tuple[Entry, ...]) -> Iterator[str]:
-    """Yield how much the first micro-batch of all needs, if that is clearly more than these moments of later ones.
-
-    It is counted up to 1 % too high: what is gathered and what a block keeps may not exist at the same time.
-    """
-    first = in_the_first_pass(job)
-    if first is None or not isinstance(job.n_ranks, int):
-        return
-    trace = Trace()
-    trace.hold("states", *persistent)
-    Training(trace, first, these).run()
-    most, later = (max((one.total_bytes for one in some), default=0) for some in (trace.finished(), moments))
-    if isinstance(most, int) and isinstance(later, int) and 100 * most > 101 * later:
-        yield _RECORDED.format(GIBIBYTES.size(most - later))
-
-
-_RECORDED = (
-    "The first micro-batch may need up to {} more than the peak. DeepSpeed then records the order of modules, and gathers experts "
-    "again while the graph still holds their weights. Only --replay counts this memory"
-)
 _UPPER_BOUND = (
     "The peak is in the forward of a layer with experts. It is an upper bound there, up to 4.3 % above what was measured: "
     "DeepSpeed waits for the gathers of a layer's experts in an order that differs from run to run; zeroplan assumes the costliest"
@@ -126,9 +112,12 @@ def _bound(model: ModelSpec, these: Passes, moments: Moments) -> tuple[str, ...]
     if not (model.moe or keeps_nothing):
         return ()
     highest = moments.highest_entry
-    if highest is None or highest.phase is not Phase.FORWARD:
+    if highest is None:
         return ()
-    return (_FROZEN_BOUND,) if keeps_nothing else (_UPPER_BOUND,)
+    if keeps_nothing:
+        at_first = highest.phase is Phase.FIRST and highest.of_forward
+        return (_FROZEN_BOUND,) if highest.phase is Phase.FORWARD or at_first else ()
+    return (_UPPER_BOUND,) if highest.phase is Phase.FORWARD else ()
 
 
 def _beside_shards(model: ModelSpec) -> tuple[Line, ...]:

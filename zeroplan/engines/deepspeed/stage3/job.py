@@ -8,10 +8,10 @@ from zeroplan.engines.deepspeed.buckets import Schedule, schedule
 from zeroplan.engines.deepspeed.coordinator import Pass
 from zeroplan.engines.deepspeed.gathers import sharing_of
 from zeroplan.engines.deepspeed.infinity import on_nvme, refuse_few_buffers, refuse_twice, staying, staying_of, swaps_optimizer
-from zeroplan.engines.deepspeed.notes import Gathered, gathered, gathered_at_first, gathered_by_several
-from zeroplan.engines.deepspeed.offload import offloads_optimizer, offloads_parameters
+from zeroplan.engines.deepspeed.notes import Gathered, gathered, gathered_by_several
+from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.sources import STAGE3
-from zeroplan.engines.formulas import sized
+from zeroplan.engines.formulas import sized, unless_zero
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, has_tied_head, row_as_held, shares, trained_row
 from zeroplan.ledger import Kind, Line
@@ -45,6 +45,8 @@ class Job(NamedTuple):
     trace: Gathered
     applies: Bool
     """Whether ``trace`` belongs to the job's number of micro-batches."""
+    ends_step: Bool = True
+    """Whether a pass may be a step's last, in which DeepSpeed gives gradients to the optimizer."""
 
 
 def make_job(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh) -> Job:
@@ -122,17 +124,6 @@ def by_micro_batches(job: Job, batch: Batch) -> tuple[Job, ...]:
     return job._replace(applies=batch.grad_accum_steps == 1), job._replace(trace=several, applies=more)
 
 
-def in_the_first_pass(job: Job) -> Job | None:
-    """Return the job with the trace of the first micro-batch of all, which records the modules; None if it never has more gathered.
-
-    With the optimizer on the GPU it comes before the optimizer's states exist, and is lower.
-    """
-    if not offloads_optimizer(job.recipe) or job.whole.model.moe is None:
-        return None
-    first = gathered_at_first(pass_of(job.every, job.recipe, job.n_ranks))
-    return None if first is None else job._replace(trace=first, applies=True)
-
-
 @lru_cache(maxsize=256)
 def numels(whole: Row) -> tuple[tuple[int, int], ...]:
     """Return the sizes of parameters and their counts."""
@@ -180,5 +171,15 @@ def staying_lines(job: Job, *at: int) -> tuple[Line, ...]:
     if not swaps_optimizer(job.recipe):
         return ()
     if at:
-        return staying(job.buckets, (at[0], at[1]), job.n_ranks, job.master)
-    return staying_of(job.buckets, len(job.buckets.flushes), job.n_ranks, job.master)
+        return if_at_end(job, staying(job.buckets, (at[0], at[1]), job.n_ranks, job.master))
+    return if_at_end(job, staying_of(job.buckets, len(job.buckets.flushes), job.n_ranks, job.master))
+
+
+def if_at_end(job: Job, lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return lines that exist in a step's last micro-batch only."""
+    if job.ends_step is True:
+        return lines
+    sizes = [where(job.ends_step, line.n_bytes, 0) for line in lines]
+    return tuple(
+        line._replace(n_bytes=size, formula=unless_zero(size, line.formula)) for line, size in zip(lines, sizes, strict=True)
+    )

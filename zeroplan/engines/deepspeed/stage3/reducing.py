@@ -10,7 +10,7 @@ from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.deepspeed.quantized_gradients import applies, quantized_line, unless_quantized
 from zeroplan.engines.deepspeed.running import GradientCounts, place_in_block, running_lines
 from zeroplan.engines.deepspeed.sources import STAGE3
-from zeroplan.engines.deepspeed.stage3.job import Job, gradient_line
+from zeroplan.engines.deepspeed.stage3.job import Job, gradient_line, if_at_end
 from zeroplan.engines.deepspeed.stage3_offload import on_the_way
 from zeroplan.engines.formulas import product, unless_zero
 from zeroplan.engines.passes import Passes
@@ -70,7 +70,7 @@ def _beside(job: Job, fewest: int) -> Iterator[tuple[int, ...]]:
             line = quantized_line(job.recipe, flush, fewest, element=job.element, kept=job.kept)
             yield (int(line.n_bytes) // job.element - flush.fill,)
             continue
-        few = (job._replace(n_ranks=ranks) for ranks in (8, 1))
+        few = (job._replace(n_ranks=ranks, ends_step=True) for ranks in (8, 1))
         taken = (total_bytes((*on_the_way(one, flush), *(_staying_until(one, at) if swaps else ()))) for one in few)
         yield (0, *(int(n_bytes) // job.element for n_bytes in taken))
 
@@ -129,7 +129,7 @@ def staying_until(job: Job, flush: Flush) -> tuple[Line, ...]:
 
 
 def _staying_until(job: Job, at: int) -> tuple[Line, ...]:
-    return staying_of(job.buckets, len(job.buckets.flushes) - 1 - at, job.n_ranks, job.master)
+    return if_at_end(job, staying_of(job.buckets, len(job.buckets.flushes) - 1 - at, job.n_ranks, job.master))
 
 
 def running_at(job: Job, these: Passes, flush: Flush) -> tuple[Line, Line]:

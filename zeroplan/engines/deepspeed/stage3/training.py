@@ -4,6 +4,7 @@ For each kind of block it writes the last one, and earlier ones with more gather
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.deepspeed.adapted import highest_places
@@ -12,7 +13,7 @@ from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
 from zeroplan.engines.deepspeed.stage3.job import Job, gathered_line, gradient_line, staying_lines, tied_head_lines
-from zeroplan.engines.deepspeed.stage3.reducing import flush_memory, highest_flushes, reduce_lines, running_at, staying_until
+from zeroplan.engines.deepspeed.stage3.reducing import highest_flushes, reduce_lines, running_at, staying_until
 from zeroplan.engines.deepspeed.stage12_lines import waiting
 from zeroplan.engines.micro_batch import Lines
 from zeroplan.engines.passes import (
@@ -38,14 +39,31 @@ _OF_HEAD = {At.LOSS: 0, At.HEAD: 1, At.FINAL_NORM: 2}
 """Index of a point in the trace's figures of the head, where gradients do not locate it."""
 _Place = tuple[int, int, bool, bool]
 """A point of a block's backward, as an argument of :func:`_held`."""
+Taken = tuple[tuple[int, ...], ...]
+"""Memory beside buckets, as :func:`zeroplan.engines.deepspeed.stage3.reducing.flush_memory` returns it."""
 _Highest = tuple[tuple[int, int], ...]
 """The last block, and earlier ones with more gathered; each with the gathered elements."""
 
 
-class Training:
-    """Forward and backward, including the last bucket. ``trace`` already has the persistent lines."""
+class Beside(NamedTuple):
+    """Later micro-batches, beside which a first one runs."""
 
-    def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
+    traces: tuple[Gathered, ...]
+    spare: int
+    """Elements that are alive then, besides those of the traces, and not in the first micro-batch."""
+    are_higher_in_forward: bool
+    """Whether the first micro-batch has no more alive in any block's forward."""
+
+
+class Training:
+    """Forward and backward, including the last bucket. ``trace`` already has the persistent lines.
+
+    ``taken``: each flush's memory beside its bucket. ``later``: the moments are those of the first micro-batch of all. Points of
+    blocks that are not higher than in these later ones are left out.
+    """
+
+    def __init__(self, trace: Trace, job: Job, these: Passes, taken: Taken, *, later: Beside | None = None) -> None:
+        self.taken, self.later = taken, later
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
 
@@ -65,7 +83,10 @@ class Training:
 
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
         """Write a moment with these lines, this many gathered elements, and the gradients beside them."""
-        self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
+        if self.later is not None:
+            self.trace.at(f"{Phase.FIRST}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
+        else:
+            self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
         self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
 
     def _enter(self, block: int) -> None:
@@ -84,7 +105,7 @@ class Training:
             self._at("forward before the blocks", phase, held.first, head.looked_up)
         trace.hold("shared", *head.shared)
         trace.hold("by name", *head.forward, *head.first_input)
-        for one in these.rising:
+        for one in () if self.later is not None and self.later.are_higher_in_forward else these.rising:
             own = one.block.forward if one.recompute == "none" else one.block.forward_recompute
             for block, elements in _highest_forward(held, one.blocks):
                 self._enter(block)
@@ -124,8 +145,10 @@ class Training:
         if gathered.head_notes:
             return _held(gathered.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
         if gathered.modules:
-            return gathered.head[_OF_HEAD[point.place.at]]
-        return gathered.head[0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2]
+            at = _OF_HEAD[point.place.at]
+        else:
+            at = 0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2
+        return max(gathered.head_runs[at], gathered.head[at] - point.current_gradient)
 
     def _unreduced_before(self, point: BackwardPoint) -> Lines:
         """Return the gradients after the blocks, except the current one, that wait for a reduction without a contiguous bucket."""
@@ -164,11 +187,17 @@ class Training:
             weighting = point.place.at is At.WEIGHTING
             place = point.gradients, point.current_gradient, weighting, before == experts
             for block, held in self._highest(one, place, point):
+                if self._is_lower(block, held, place):
+                    continue
                 self._enter(block)
                 beside = (*self._waiting(block, point), *self.tied, *staying_lines(self.job, block, before))
                 self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
             if weighting:
                 self._gather_experts(one, point)
+
+    def _is_lower(self, block: int, held: int, at: _Place) -> bool:
+        """Whether a first micro-batch has no more alive at a point than a later one."""
+        return self.later is not None and held <= _least_held(self.later.traces, block, at) + self.later.spare
 
     def _highest(self, one: KindPass, at: _Place, point: BackwardPoint) -> _Highest:
         """Return the blocks of a kind with most gathered, including gradients that wait outside a bucket."""
@@ -218,7 +247,7 @@ class Training:
     def reduce_buckets(self) -> None:
         """Write the buckets that are reduced during the backward."""
         job, these = self.job, self.these
-        for flush, held in highest_flushes(job.buckets, job.trace, gradient_counts(these), flush_memory(job)):
+        for flush, held in highest_flushes(job.buckets, job.trace, gradient_counts(these), self.taken):
             self.trace.hold("shared", *shared_at(these, flush.block))
             self._enter(max(flush.block, 0))
             tied = self.tied if flush.block >= 0 else ()  # the embedding's gradient includes it from its arrival on
@@ -254,6 +283,11 @@ class Training:
 def _highest_forward(gathered: Gathered, blocks: tuple[int, ...], *, before_experts: bool = False) -> _Highest:
     most = gathered.before_experts if before_experts else gathered.forward
     return rising(blocks, most.__getitem__)
+
+
+@lru_cache(maxsize=4096)
+def _least_held(traces: tuple[Gathered, ...], block: int, at: _Place) -> int:
+    return min(_held(one.backward[block], *at) for one in traces)
 
 
 @lru_cache(maxsize=4096)
