@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from zeroplan.catalog.setups.settings import Kind
+    from zeroplan.catalog.setups.setup import Kind
 
 _Value = object
 
