@@ -51,7 +51,7 @@ def test_what_is_reserved_outside_the_band_is_named_and_not_judged(small: Measur
     assert [one.settings for one in found.reserved if not one.inside] == ["default"]
     assert found.agrees(0.02)
     said, *_ = reserved_lines(found)
-    assert "OUTSIDE the estimate's band" in said
+    assert "OUTSIDE the estimate's range" in said
     assert not any("OUTSIDE" in line for line in reserved_lines(compare_with_estimate(small)))
     payload = comparison_payload(found, below, tolerance=0.02)
     assert [one["inside"] for one in payload["reserved"]] == [False, True]  # type: ignore[index,attr-defined]

@@ -110,6 +110,8 @@ class Size:
 
     def has(self, symbol: "Size") -> bool:
         """Whether a symbol is a factor of this size; arguments of functions are not searched."""
+        if symbol.text not in self.text:  # nearly always
+            return False
         ((name,),) = symbol.terms
         factors = (factor for term in self.terms for factor in term)
         return any(factor.has(symbol) if isinstance(factor, Size) else factor == name for factor in factors)

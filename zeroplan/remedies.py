@@ -359,7 +359,7 @@ def _free_changes(recipe: RecipeSpec) -> Iterator[_Candidate]:
     if recipe.attention == "eager":
         yield _with_recipe("use fused attention", "--attention sdpa", attention="sdpa")
     if recipe.keep_logits:
-        yield _with_recipe("let go of the logits before backward", "--keep-logits no", keep_logits=False)
+        yield _with_recipe("free the logits before the backward", "--keep-logits no", keep_logits=False)
     if not recipe.sync_every_micro_batch:
         change = "reduce gradients after every micro-batch"
         yield _with_recipe(change, "--sync-every-micro-batch", sync_every_micro_batch=True)

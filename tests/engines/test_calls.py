@@ -31,7 +31,7 @@ MOST = 12_000
 
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
 @pytest.mark.parametrize("model", MODELS)
-def test_an_account_takes_a_millisecond_at_any_depth(model: str, engine: str, stage: int):
+def test_an_account_takes_a_millisecond_at_any_depth(model: str, engine: str, stage: int) -> None:
     one = job(model=model, gpus=64, engine=engine, stage=stage)
     account = engine_module(one.recipe.engine).account
     account(one.model, one.recipe, one.mesh, one.batch)

@@ -234,3 +234,21 @@ def test_a_symbol_of_the_model_is_not_one_of_the_whole_job():
     assert any("L·" in line.formula for line in offloaded.host)
     assert offloaded.legend["L"] == offloaded.job.model.num_hidden_layers
     assert not SYMBOLS.keys() & {"Ψ", "L", "N"}
+
+
+@pytest.mark.parametrize("said", [{"explain": False}, {"explain": True}], ids=["plain", "explained"])
+def test_a_column_in_gb_has_the_figures_of_its_column_in_gib(said: dict[str, bool]):
+    """Two tables had the figures of one unit under the name of the other."""
+    text = estimate_markdown(estimate(job(model="llama-3.1-8b", gpus=8, stage=3, gpu="h100")), (), **said)
+    heads: list[str] = []
+    compared = 0
+    for line in text.splitlines():
+        row = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        heads = row if not heads else heads if row else []
+        for at, head in enumerate(heads if len(row) == len(heads) else ()):
+            binary = head.replace("GB", "GiB")
+            if "GB" in head and re.fullmatch(r"[\d,.]+", row[at]):
+                large, small = (float(row[one].replace(",", "")) for one in (at, heads.index(binary)))
+                assert large == pytest.approx(small * 2**30 / 1e9, abs=0.02), line
+                compared += 1
+    assert compared > 10

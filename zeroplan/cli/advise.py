@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from zeroplan.catalog.setups.setup import Setup
 from zeroplan.cli import json_text
 from zeroplan.cli.flags import AsJson
 from zeroplan.cli.job_flags import JobRequest, with_request_flags
@@ -50,24 +51,26 @@ def _setup(job_request: JobRequest) -> SetupRead:
     """The user's configuration file, so that advice can name its keys; ``--deepspeed-config`` counts as one."""
     request = job_request.request
     if request.from_file is None and request.deepspeed_config is not None:
-        return SetupRead(request, kind="deepspeed")
+        return SetupRead(request, setup=Setup("deepspeed"))
     return with_setup(request, job_request.chosen)
 
 
 def _as_its_program_would(job: "JobSpec", found: SetupRead) -> "JobSpec":
     """The job with gradients reduced in bf16, as accelerate's FSDP2 does (also under transformers' Trainer)."""
-    if found.kind not in ("accelerate", "trainer", "llama-factory", "axolotl") or job.recipe.precision != "bf16-mixed":
+    if found.setup.kind not in ("accelerate", "trainer", "llama-factory", "axolotl") or job.recipe.precision != "bf16-mixed":
         return job
     return replace(job, recipe=replace(job.recipe, fsdp2=replace(job.recipe.fsdp2, reduce_dtype="param")))
 
 
 def _words(found: SetupRead, job: "JobSpec", one: "Advice") -> tuple[str, ...]:
-    if found.kind is None:
+    if found.setup.kind is None:
         return (one.change.flags,)
     from zeroplan.export.setup_words import deepspeed_place, in_its_words  # noqa: PLC0415  only configuration files need it
 
-    place = "" if found.kind == "deepspeed" or found.deepspeed is None else deepspeed_place(found.deepspeed.where)
-    return in_its_words(job, one.change.job, found.kind, found.keys, place)
+    place = (
+        "" if found.setup.kind == "deepspeed" or found.setup.deepspeed is None else deepspeed_place(found.setup.deepspeed.where)
+    )
+    return in_its_words(job, one.change.job, found.setup.kind, found.setup.keys, place)
 
 
 def _job_or_setup(path: Path) -> Request:

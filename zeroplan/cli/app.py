@@ -101,16 +101,17 @@ def _message(error: Exception) -> str:
 
 
 def _usage(error: Exception) -> str:
-    """The parser's message, and the command that lists the arguments."""
+    """The parser's message, and the command that lists the arguments or, of a group, the commands."""
     from zeroplan.cli.wrong_flags import in_our_words  # noqa: PLC0415  only an error pays for it
 
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     names: list[str] = []
     context = getattr(error, "ctx", None)
     message = in_our_words(error, context) or message
+    listed = "commands" if hasattr(getattr(context, "command", None), "list_commands") else "arguments"
     while context is not None and context.parent is not None:
         names, context = [context.info_name, *names], context.parent
-    return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` lists its arguments"
+    return f"{message.rstrip('.')}; `{' '.join(['zeroplan', *names, '--help'])}` lists its {listed}"
 
 
 def _refuse(message: str, code: int = BAD_INPUT) -> int:

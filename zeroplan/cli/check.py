@@ -85,7 +85,7 @@ def _not_counted(request: "Request | None") -> tuple[tuple[str, ...], bool]:
     if request is None:
         return (), False
     found = with_setup(request)
-    return tuple(found.matters), not found.matters.keys() <= found.saves
+    return tuple(found.setup.matters), not found.setup.matters.keys() <= found.setup.saves
 
 
 def _request(name: str) -> "Request":

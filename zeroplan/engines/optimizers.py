@@ -289,7 +289,8 @@ def state_lines(
         lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
     if one.shared is not None:
         lines.append(sized(Kind.OPTIMIZER_STATE, 8, one.shared(tensors), shampoo.PAIRS, shampoo.INDICES, "U_x"))
-    return (*lines, *step_counters(optimizer, impl, _updated(tensors)))
+    count = added_up(where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat for tensor in tensors)
+    return (*lines, *step_counters(optimizer, impl, count))
 
 
 def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_bytes: int = 4) -> tuple[Line, ...]:
@@ -354,10 +355,6 @@ def step_temporary_lines(
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
     """Return the elements of all tensors together."""
     return added_up(tensor.repeat * tensor.numel for tensor in tensors)
-
-
-def _updated(tensors: Sequence[LocalTensor]) -> Int:
-    return added_up(where(one.numel > 0, one.repeat, 0) if one.may_be_empty else one.repeat for one in tensors)
 
 
 def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:

@@ -204,19 +204,12 @@ _PAGES = (
 
 
 def _quantised(block: int, *, unit: int = 1, otherwise: bool = False) -> Counting:
-    """Count a tensor's elements that torchao quantises, in units, or those that it does not quantise."""
+    """Count a tensor's elements that torchao quantises, in units (0: all of them as one), or those that it does not quantise."""
 
     def counted(tensor: "LocalTensor") -> Int:
         is_quantised = (tensor.numel >= _SMALLEST) & (tensor.numel % block == 0)
-        there, other = (0, tensor.numel) if otherwise else (tensor.numel // unit, 0)
+        there, other = (0, tensor.numel) if otherwise else (tensor.numel // unit if unit else 1, 0)
         return where(is_quantised, there, other)
-
-    return counted
-
-
-def _quantised_tensors(block: int) -> Counting:
-    def counted(tensor: "LocalTensor") -> Int:
-        return where((tensor.numel >= _SMALLEST) & (tensor.numel % block == 0), 1, 0)
 
     return counted
 
@@ -231,7 +224,7 @@ def _torchao(bits: int, *, floating: bool = False, block: int = 256) -> Needs:
         Held("momentum and variance of tensors that are not quantised", "U_s", _quantised(block, otherwise=True), 0, 2),
     ]
     if tables:
-        states.append(Held("quantization maps of every tensor", "U_k", _quantised_tensors(block), tables, 2))
+        states.append(Held("quantization maps of every tensor", "U_k", _quantised(block, unit=0), tables, 2))
     return Needs(
         tuple(states), _TORCHAO,
         lambda tensor, _, __: _compiled_scratch(tensor, bits, block, floating=floating), _COMPILED,

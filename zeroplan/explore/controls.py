@@ -46,18 +46,9 @@ def controls() -> tuple[Control, ...]:
 
 def _control(one: Declared, own: DeclaredControl) -> Control:
     names = {"": (), "models": model_names, "gpus": gpu_names}[own.listed]
-    return Control(
-        name=one.field,
-        label=own.label,
-        group=own.group,
-        kind=own.kind,
-        choices=(*_choices(one, own), *(names() if callable(names) else ())),
-        least=own.least,
-        most=own.most,
-        default=own.default,
-        empty=own.empty,
-        hint=own.hint,
-    )
+    choices = (*_choices(one, own), *(names() if callable(names) else ()))
+    same = {field: value for field, value in own._asdict().items() if field not in ("choices", "listed", "may_be_empty")}
+    return Control(name=one.field, choices=choices, **same)
 
 
 def _choices(one: Declared, own: DeclaredControl) -> tuple[str, ...]:

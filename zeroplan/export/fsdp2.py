@@ -34,7 +34,8 @@ def fsdp2_script(job: JobSpec) -> str:
     attention, split = {"flash": "flash_attention_2"}.get(recipe.attention, recipe.attention), pieces(mesh)
     return part("script").format(
         launch=f"torchrun --nproc-per-node ... (on {mesh.world_size} GPUs in all) {FSDP2_FILE} MODEL",
-        imports=imports,
+        **split._asdict(),
+        fsdp_imports=imports,
         micro_batch=batch.micro_batch_size,
         seq_len=batch.seq_len,
         grad_accum=batch.grad_accum_steps,
@@ -42,19 +43,10 @@ def fsdp2_script(job: JobSpec) -> str:
         shards=mesh.dp_shard,
         reshard=ways if type(ways) is int else reshards(recipe),
         policies=policies,
-        mesh=split.mesh,
         attention="unmasked()" if split.unmasked else f'"{attention}"',
-        more_imports=split.imports,
-        degrees=split.degrees,
-        helpers=split.helpers,
-        world=split.world,
-        splitting=split.splitting,
-        among=split.among,
-        tokens=split.tokens,
-        step_of_a_batch=split.step,
         checkpointing=_checkpointing(recipe),
         placed='"cpu"' if recipe.fsdp2.cpu_offload else "device",
-        step=recipe.optimizer_impl or "foreach",
+        optimizer_step=recipe.optimizer_impl or "foreach",
         sync=sync,
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.spec.job import JobSpec
 
 if TYPE_CHECKING:
-    from zeroplan.catalog.setups.settings import Kind
+    from zeroplan.catalog.setups.setup import Kind
 
 _Value = object
 
@@ -106,7 +106,7 @@ _IN_SCRIPT: dict[str, _Said] = {
     "recipe.attention": _script('attn_implementation="{value}"'),
     "recipe.linear_attention": _nothing,  # follows from the installed packages
     "recipe.loss": _script("head and loss in one kernel, Liger's fused linear cross-entropy"),
-    "recipe.keep_logits": _script("let go of the model's output before backward"),
+    "recipe.keep_logits": _script("free the model's output before the backward"),
     "recipe.sync_every_micro_batch": _script("GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)"),
     "recipe.optimizer_impl": _script("torch.optim.AdamW(..., {value}=True)"),
     "recipe.optimizer": _script("the optimizer {value}"),

@@ -77,7 +77,7 @@ def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None =
     if not (passes(predicted) and (loop is None or loop.fits is not False)) and if_too_large == "stop":
         raise WillNotFitError(f"zeroplan: {verdict} With if_too_large='warn' it trains all the same.")
     say(verdict, speaks=speaks)
-    for note in with_setup(request).matters.values():
+    for note in with_setup(request).setup.matters.values():
         say(note, speaks=speaks)
     return predicted
 

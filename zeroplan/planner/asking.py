@@ -86,7 +86,7 @@ class WithDefaults(NamedTuple):
 def with_setup_defaults(request: Request) -> WithDefaults:
     """Return the request with the values of its configuration file, without those that the search decides."""
     found = with_setup(request)
-    if found.deepspeed is not None:
+    if found.setup.deepspeed is not None:
         raise SpecError(
             "--from with a DeepSpeed configuration: the file already fixes what a plan would search; use `zeroplan estimate`, or "
             "`zeroplan advise`"
@@ -95,11 +95,11 @@ def with_setup_defaults(request: Request) -> WithDefaults:
     kept = {name: value for name, value in found.filled.items() if name not in decided and getattr(found.request, name) is None}
     if "fused_kernels" in kept:
         kept["fused_kernels"] = kernels_under(None, str(kept["fused_kernels"]))
-    instead = () if found.own is None else found.own.instead
+    instead = () if found.setup.own is None else found.setup.own.instead
     held = (_HELD,) * bool(found.filled.get("reentrant"))
     complete = replace(found.request, **kept)  # type: ignore[arg-type]  # Request checks every field
     steps = found.filled.get("grad_accum") if complete.micro_batch is not None else None
-    return WithDefaults(complete, (*instead, *held, *found.notes), found.pads, steps if isinstance(steps, int) else None)
+    return WithDefaults(complete, (*instead, *held, *found.notes), found.setup.pads, steps if isinstance(steps, int) else None)
 
 
 @remembering()

@@ -13,9 +13,9 @@ from zeroplan.units import GB, GIB, format_size
 
 def gpu_table(chosen: Sequence[GpuSpec]) -> str:
     """Return one line per accelerator: memory as torch reports it, dense bf16 (or fp16) peak, bandwidth, link in the node."""
-    head = f"{'name':<28}{'GB':>8}{'GiB':>8}{'TFLOP/s':>9}{'TB/s':>7}{'link GB/s':>11}  link in the node"
+    head = f"{'name':<28}{'GiB':>8}{'GB':>8}{'TFLOP/s':>9}{'TB/s':>7}{'link GB/s':>11}  link in the node"
     rows = [
-        f"{one.name:<28}{one.memory_bytes.value / GB:>8.1f}{one.memory_bytes.value / GIB:>8.1f}"
+        f"{one.name:<28}{one.memory_bytes.value / GIB:>8.1f}{one.memory_bytes.value / GB:>8.1f}"
         f"{_half_precision(one) / 1e12:>9.0f}{one.memory_bandwidth_bytes_per_s.value / 1e12:>7.2f}"
         f"{one.node_link_bytes_per_s.value / GB:>11.1f}  {one.node_link}"
         for one in chosen

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from zeroplan.comparison import Compared, Comparison, Reserved
 from zeroplan.measurement import Measurement
 from zeroplan.report.words import item, model_words, paragraphs, plural
-from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_gb, format_size
+from zeroplan.units import GB, GIB, KB, KIB, MB, MIB, format_gib, format_size
 
 _WHAT = 34
 _ALLOCATOR = "CUDA's allocator, not judged"  # reserved memory also depends on the order of requests
@@ -122,8 +122,8 @@ def reserved_lines(comparison: Comparison) -> Iterator[str]:
     """Yield whether reserved memory is within the estimate's bands, and the result on a GPU of the job's size."""
     for one in comparison.reserved:
         where = "inside" if one.inside else "OUTSIDE"
-        band = f"{format_gb(int(one.band.low_bytes))} to {format_gb(int(one.band.high_bytes))}"
-        yield f"Reserved, {_SETTINGS[one.settings]}: {format_gb(one.measured)}, {where} the estimate's band of {band}."
+        band = f"{format_gib(int(one.band.low_bytes))} to {format_gib(int(one.band.high_bytes))}"
+        yield f"Reserved, {_SETTINGS[one.settings]}: {format_gib(one.measured)}, {where} the estimate's range of {band}."
     yield from map(_on_card, (one for one in comparison.reserved if one.card is not None))
     if comparison.contradicted:
         yield "According to the estimate the job fits, but this replay runs out of memory."
@@ -132,14 +132,14 @@ def reserved_lines(comparison: Comparison) -> Iterator[str]:
 def _on_card(one: Reserved) -> str:
     card = one.card
     assert card is not None  # noqa: S101  its callers have looked
-    begin = f"Replayed with a card of this size, {_SETTINGS[one.settings]}: the allocator has {format_gb(card.room_bytes)}"
+    begin = f"Replayed with a card of this size, {_SETTINGS[one.settings]}: the allocator has {format_gib(card.room_bytes)}"
     if not card.retries:
         return f"{begin}, enough for all that it reserves."
     freed = f"{begin}, less than it would reserve. It frees cached blocks and tries again {plural(card.retries, 'time')}"
     if not card.fits:
         return f"{freed}, and still runs out of memory in the {card.phase}."
     often = f"{card.retries_in_last_step:,} of them" if card.retries_in_last_step else "never"
-    return f"{freed}, {often} in the last step. The job runs, with {format_gb(card.reserved_bytes)} reserved at most."
+    return f"{freed}, {often} in the last step. The job runs, with {format_gib(card.reserved_bytes)} reserved at most."
 
 
 def _reserved_payload(one: Reserved) -> dict[str, object]:
@@ -165,9 +165,9 @@ def compared_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     unit = _unit(ordered)
     decimal, decimal_bytes, binary, _ = unit
     yield f"{title:<{_WHAT + 2}}{'predicted':>22}{'measured':>22}{'error':>13}"
-    yield " " * (_WHAT + 2) + f"{decimal:>11}{binary:>11}" * 2
+    yield " " * (_WHAT + 2) + f"{binary:>11}{decimal:>11}" * 2
     for row in ordered:
-        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)}{_error(row, decimal_bytes):>13}"
+        yield f"  {row.what:<{_WHAT}}{_both(row.predicted, unit)}{_both(row.measured, unit)} {_error(row, decimal_bytes):>12}"
 
 
 def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
@@ -179,17 +179,17 @@ def _unit(rows: list[Compared]) -> tuple[str, int, str, int]:
 
 
 def _both(n_bytes: int, unit: tuple[str, int, str, int]) -> str:
-    return f"{n_bytes / unit[1]:>11,.3f}{n_bytes / unit[3]:>11,.3f}"
+    return f"{n_bytes / unit[3]:>11,.3f}{n_bytes / unit[1]:>11,.3f}"
 
 
 def _markdown_table(title: str, rows: tuple[Compared, ...]) -> Iterator[str]:
     ordered = _by_disagreement(rows)
     if not ordered:
         return
-    yield f"| {title} | predicted GB | GiB | measured GB | GiB | error |"
+    yield f"| {title} | predicted GiB | GB | measured GiB | GB | error |"
     yield "|---|---:|---:|---:|---:|---:|"
     for row in ordered:
-        amounts = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GB, GIB))
+        amounts = (f"{n_bytes / unit:,.3f}" for n_bytes in (row.predicted, row.measured) for unit in (GIB, GB))
         yield f"| {row.what} | {' | '.join(amounts)} | {_error(row, GB)} |"
 
 

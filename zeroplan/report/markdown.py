@@ -76,11 +76,11 @@ def _line(answer: Estimate, line: Line) -> str:
 
 
 def _card(answer: Estimate) -> Iterator[str]:
-    yield cells("on the card", "expected GB", "expected GiB", "from GB", "to GB", "from GiB", "to GiB")
+    yield cells("on the card", "expected GiB", "expected GB", "from GiB", "to GiB", "from GB", "to GB")
     yield "|---|---:|---:|---:|---:|---:|---:|"
     rows = [("reserved by the caching allocator", answer.reserved), *((part.what, part.band) for part in answer.outside)]
     for what, band in rows:
-        ends = (f"{end / unit:,.2f}" for unit in (GB, GIB) for end in (band.low_bytes, band.high_bytes))
+        ends = (f"{end / unit:,.2f}" for unit in (GIB, GB) for end in (band.low_bytes, band.high_bytes))
         yield cells(what, *_amounts(int(band.expected_bytes)), *ends)
 
 
@@ -101,8 +101,8 @@ def _communication(answer: Estimate) -> Iterator[str]:
     sent = [call for call in traffic.collectives if call.sent_bytes]
     if sent:
         yield ""
-        yield cells("collective", "what", "when", "calls", "MB each", "MiB each", "GB sent", "GiB sent")
+        yield cells("collective", "what", "when", "calls", "MiB each", "MB each", "GiB sent", "GB sent")
         yield "|---|---|---|---:|---:|---:|---:|---:|"
     for call in sent:
-        each = (f"{int(call.n_bytes) / unit:,.1f}" for unit in (MB, MIB))
+        each = (f"{int(call.n_bytes) / unit:,.1f}" for unit in (MIB, MB))
         yield cells(call.operation, call.what, call.when, f"{int(call.calls):,}", *each, *_amounts(int(call.sent_bytes)))

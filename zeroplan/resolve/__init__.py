@@ -138,11 +138,11 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     read = with_setup(request, chosen)
     model, model_notes = _complete_model(read, extra)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
-    request, liger_note = (request, "") if read.kind is None else _liger(request, model)
-    if read.kind == "automodel":
-        request = _in_stages(_automodel(request, model), model.num_hidden_layers, *read.layers_per_stage)
+    request, liger_note = (request, "") if read.setup.kind is None else _liger(request, model)
+    if read.setup.kind == "automodel":
+        request = _in_stages(_automodel(request, model), model.num_hidden_layers, *read.setup.layers_per_stage)
     request, imbalance_note = _with_imbalance(request, model)
-    request, gpus_note = _with_gpus(request, extra, from_a_file=bool(read.kind))
+    request, gpus_note = _with_gpus(request, extra, from_a_file=bool(read.setup.kind))
     gpus = request.gpus or 1
     stage = _default_stage(request.engine, gpus) if request.stage is None else request.stage
     seq_len, seq_note = _seq_len(request, model)
@@ -151,18 +151,18 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     recipe = _scored(_on_device(_on_nodes(_recipe(request, stage), cluster, chosen), cluster, request), read, seq_len)
     recipe, kernels_note = _by_linear_kernels(recipe, model, request)
     complete = JobSpec(model=model, cluster=cluster, recipe=recipe, mesh=mesh_of(request, gpus), batch=batch)
-    complete, padding_note = with_padding(complete, padded=request.padded, varying=varying, trainer_pads=read.pads)
+    complete, padding_note = with_padding(complete, padded=request.padded, varying=varying, trainer_pads=read.setup.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first the one that may say that the answer is too low
         *_without_fused_attention(complete), kernels_note, *model_notes, seq_note, lengths_note, padding_note, imbalance_note,
         liger_note, *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
-        *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.kind),
+        *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.setup.kind),
     )  # fmt: skip
-    keys = {name: key for name, key in {**read.keys, **config_keys}.items() if name not in read.filled}
-    notes_given = tuple(note for note in notes if note)
-    return Resolved(complete, notes_given, varying, read.loop, read.pairs, keys, request.padded, read.kind and read.pads)
+    setup, given = read.setup, tuple(note for note in notes if note)
+    keys = {name: key for name, key in {**setup.keys, **config_keys}.items() if name not in read.filled}
+    return Resolved(complete, given, varying, setup.loop, setup.pairs, keys, request.padded, setup.kind and setup.pads)
 
 
 def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
@@ -181,7 +181,7 @@ def with_setup(request: Request, chosen: Sequence[str] = ()) -> SetupRead:
 
 def _with_program_of_setup(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
     """Return the job with the modules and FSDP2 units of the program that owns the configuration, if modelled, and notes."""
-    if read.own is None and not read.own_units:
+    if read.setup.own is None and not read.setup.own_units:
         return complete, ()
     from zeroplan.resolve.set_up import by_its_own_modules, by_its_own_units  # noqa: PLC0415  only a configuration file pays for it
 
@@ -197,7 +197,7 @@ def _with_deepspeed_config(
 
     Raises SpecError for a flag that contradicts it.
     """
-    if found.request.deepspeed_config is None and found.deepspeed is None:
+    if found.request.deepspeed_config is None and found.setup.deepspeed is None:
         return found.complete, (), {}
     if found.request.deepspeed_config == "":
         raise SpecError("--deepspeed-config '' names no file; give the path of a DeepSpeed configuration")
@@ -222,9 +222,9 @@ def recipe_of(request: Request, *, chosen: Sequence[str] = ()) -> RecipeSpec:
 def _complete_model(read: SetupRead, extra: Path | None) -> tuple[ModelSpec, tuple[str, ...]]:
     """Return the model with its adapters, frozen parts, scoring head and images, and notes."""
     asks = read.complete.images is not None or read.complete.image_size is not None
-    model, notes = _model(read.request, extra, whole=asks or read.kind in LOADS_TOWERS)
-    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.head_rows)
-    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], program=read.kind)
+    model, notes = _model(read.request, extra, whole=asks or read.setup.kind in LOADS_TOWERS)
+    model = as_scorer(_partly_frozen(_fine_tuned(model, read.complete), read.request), read.setup.head_rows)
+    model, image_notes = with_images(model, read.complete, _seq_len(read.request, model)[0], program=read.setup.kind)
     return model, (*notes, *image_notes)
 
 
@@ -450,9 +450,9 @@ COMPLETION = 512
 
 def _scored(recipe: RecipeSpec, read: SetupRead, seq_len: int) -> RecipeSpec:
     """Return the recipe with the prompts of a file of GRPO, whose loss reads only completions."""
-    if read.loop.get("workflow") != "grpo" or recipe.loss != "log-probs":
+    if read.setup.loop.get("workflow") != "grpo" or recipe.loss != "log-probs":
         return recipe
-    return replace(recipe, prompt_len=max(1, seq_len - int(str(read.loop.get("max_completion_length", COMPLETION)))))
+    return replace(recipe, prompt_len=max(1, seq_len - int(str(read.setup.loop.get("max_completion_length", COMPLETION)))))
 
 
 def _default_stage(engine: Engine | None, gpus: int) -> Stage:

@@ -20,7 +20,7 @@ def config_beside(
     Raises SpecError if it contradicts a flag.
     """
     request, full = found.request, found.complete
-    data, where = found.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
+    data, where = found.setup.deepspeed or parsed_config(Path(request.deepspeed_config or ""))
     beside = Beside(model.hidden_size, request.gpus or 1, full.precision, full.micro_batch, full.grad_accum)
     config, by_user = config_of(data, where, beside), _set_by_user(request.deepspeed or DeepSpeedOptions(), chosen)
     _refuse_contradictions(request, by_user, config, where)

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import field, fields, replace
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 from zeroplan.catalog.model import WAYS_TO_NAME
+from zeroplan.catalog.setups.setup import Setup
 from zeroplan.resolve.options import (
     BATCH,
     CLUSTER,
@@ -53,9 +54,6 @@ from zeroplan.spec.recipe import (
     WhoseModules,
     kernels_under,
 )
-
-if TYPE_CHECKING:
-    from zeroplan.catalog.setups.settings import DeepSpeedPart, Kind, OwnModules
 
 
 class Request(Spec):
@@ -430,28 +428,8 @@ class SetupRead(NamedTuple):
     request: Request
     filled: Mapping[str, object] = {}
     notes: tuple[str, ...] = ()
-    deepspeed: "DeepSpeedPart | None" = None
-    kind: "Kind | None" = None
-    keys: Mapping[str, str] = {}
-    """The file's keys, by the flag that they set."""
-    own: "OwnModules | None" = None
-    """The program's own modules, if they are modelled."""
-    own_units: str = ""
-    """The name of the file's program if it makes embedding and head separate FSDP2 units; else empty."""
-    matters: Mapping[str, str] = {}
-    """The file's keys that change memory and are not modelled, with a note on each."""
-    saves: frozenset[str] = frozenset()
-    """The keys of ``matters`` that can only save memory."""
-    head_rows: int | None = None
-    """Outputs of the head if the file trains a classifier."""
-    pairs: bool = False
-    """The file counts its micro-batch in pairs; a pair is two sequences here."""
-    loop: Mapping[str, object] = {}
-    """The file's fine-tuning loop, as :class:`~zeroplan.catalog.setups.settings.Setup` has it."""
-    layers_per_stage: tuple[int | None, str] = (None, "")
-    """The same of the layers of a stage."""
-    pads: bool = False
-    """The file's program pads the sequences of a micro-batch to one length."""
+    setup: Setup = Setup()
+    """What the file contains."""
 
     @property
     def complete(self) -> Request:

@@ -9,13 +9,12 @@ from zeroplan.catalog.setups.reading import name_of, read_setup
 from zeroplan.catalog.setups.settings import (
     COMPILED,
     COMPILED_PARTS,
-    OwnModules,
-    Setup,
     ends_counted_apart,
     ends_counted_as_one,
     option_value,
     request_settings,
 )
+from zeroplan.catalog.setups.setup import OwnModules, Setup
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.resolve.request import Request, SetupRead
@@ -35,31 +34,15 @@ def read_beside(request: Request, path: Path, chosen: Sequence[str]) -> SetupRea
     request = replace(request, from_file=None, **found.flags)  # type: ignore[arg-type]  # Request checks every field
     request = replace(request, **_engine_options(request, setup, where, chosen))  # type: ignore[arg-type]
     notes = tuple(f"{shown(path.name)}: {note}" for note in (*found.notes, *_keys_of(setup, found.filled)))
-    keys = {name: setting.key for name, setting in setup.flags.items()}
     own = setup.own and setup.own._replace(instead=tuple(f"{shown(path.name)}: {note}" for note in setup.own.instead))
-    return SetupRead(
-        request,
-        found.filled,
-        notes,
-        setup.deepspeed,
-        setup.kind,
-        keys,
-        own,
-        setup.own_units,
-        setup.matters,
-        setup.saves,
-        setup.head_rows,
-        setup.pairs and "micro_batch" not in by_user,
-        setup.loop,
-        setup.layers_per_stage,
-        setup.pads,
-    )
+    setup = setup._replace(own=own, pairs=setup.pairs and "micro_batch" not in by_user)
+    return SetupRead(request, found.filled, notes, setup)
 
 
 def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
     """Yield notes on the file's keys that were used, and on values that are the program's defaults."""
     if setup.used:
-        yield f"its keys that say something of the job: {', '.join(map(shown, setup.used))}"
+        yield f"keys that zeroplan used: {', '.join(map(shown, setup.used))}"
     left_out = {
         name: setting.value
         for name, setting in setup.flags.items()
@@ -67,12 +50,12 @@ def _keys_of(setup: Setup, filled: Mapping[str, object]) -> Iterator[str]:
     }
     granted = [f"{name} {shown(value)}" for name, value in (left_out | {**filled}).items()]
     if granted:  # defaults of the program's code
-        yield f"taken for granted, as its program does: {', '.join(granted)}"
+        yield f"not in the file, so the program's defaults apply: {', '.join(granted)}"
 
 
 def by_its_own_modules(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) -> tuple[JobSpec, tuple[str, ...]]:
     """Return the job with the program's own modules, unless the user chose others or they are not modelled, and notes."""
-    own, recipe = read.own, complete.recipe
+    own, recipe = read.setup.own, complete.recipe
     if own is None:
         return complete, ()
     if read.request.modules is not None or "fsdp2.modules" in chosen:
@@ -103,14 +86,14 @@ def by_its_own_units(read: SetupRead, complete: JobSpec, chosen: Sequence[str]) 
     """
     recipe = complete.recipe
     is_asked = recipe.fsdp2.shards_ends or "fsdp2.ends_apart" in chosen
-    if not read.own_units or is_asked or recipe.engine == "deepspeed" or complete.model.tie_word_embeddings:
+    if not read.setup.own_units or is_asked or recipe.engine == "deepspeed" or complete.model.tie_word_embeddings:
         return complete, ()
     is_noted = recipe.engine == "fsdp2"
     try:
         apart = replace(complete, recipe=replace(recipe, fsdp2=replace(recipe.fsdp2, ends_apart=True)))
     except SpecError:
-        return complete, (ends_counted_as_one(read.own_units),) * is_noted
-    return apart, (ends_counted_apart(read.own_units),) * is_noted
+        return complete, (ends_counted_as_one(read.setup.own_units),) * is_noted
+    return apart, (ends_counted_apart(read.setup.own_units),) * is_noted
 
 
 def _engine_options(request: Request, setup: Setup, where: str, chosen: Sequence[str]) -> dict[str, object]:

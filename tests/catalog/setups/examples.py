@@ -16,7 +16,7 @@ from typing import NamedTuple
 from zeroplan import estimate
 from zeroplan.catalog.model import WAYS_TO_NAME
 from zeroplan.catalog.setups.reading import read_setup
-from zeroplan.catalog.setups.settings import Setup
+from zeroplan.catalog.setups.setup import Setup
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.resolve import Request, resolve
 

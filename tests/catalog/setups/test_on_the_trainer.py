@@ -540,11 +540,18 @@ def test_an_unknown_key_is_named_and_the_file_is_recognised_by_its_words(
 @pytest.mark.parametrize("value", [3, "x", "", [], [1], [[]], {}, {"a": 1}, True, 1.5, -1])
 def test_any_value_of_any_key_is_read_or_refused(value: object):
     """Lists instead of names, tables instead of numbers: the only error is SpecError."""
-    for data, setup, module, name in ((FACTORY, llama_factory.llama_factory_setup, llama_factory, "llama-factory"),
-                                      (AXOLOTL, axolotl.axolotl_setup, axolotl, "axolotl")):  # fmt: skip
+    for data, setup, name in ((FACTORY, llama_factory.llama_factory_setup, "llama-factory"),
+                              (AXOLOTL, axolotl.axolotl_setup, "axolotl")):  # fmt: skip
         asked = Table(dict(data), "it")
         setup(asked, Path())
-        for key in {*data, *keys_of(name).refused.split(), *asked.read, *module._INSTEAD.values(), "plugins", "fsdp_version"}:
+        for key in {
+            *data,
+            *keys_of(name).refused.split(),
+            *asked.read,
+            *keys_of(name).instead.values(),
+            "plugins",
+            "fsdp_version",
+        }:
             with suppress(SpecError):
                 setup(Table(data | {key: value}, "it"), Path())
 

@@ -212,11 +212,11 @@ def test_torchtunes_optimizer_steps_in_the_backward_of_ranks_that_shard(read: Ca
 
 def test_the_notes_say_which_keys_are_used_and_what_is_taken_for_granted(read: Callable[..., Resolved]):
     notes = read({key: value for key, value in TUNE.items() if key != "gradient_accumulation_steps"}, gpus=4).notes
-    used = next(note for note in notes if "its keys that say something of the job" in note)
+    used = next(note for note in notes if "keys that zeroplan used" in note)
     assert "'optimizer._component_'" in used
     assert "optimizer.lr" not in used
     assert "gradient_accumulation_steps" not in used
-    assert any("taken for granted, as its program does" in note and "grad_accum 1" in note for note in notes)
+    assert any("not in the file, so the program's defaults apply" in note and "grad_accum 1" in note for note in notes)
 
 
 def test_a_nanotron_configuration_is_answered_with_megatrons_engine(read: Callable[..., Resolved]):

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from zeroplan.catalog.setups.accelerate import accelerate_setup
-from zeroplan.catalog.setups.settings import Setting, Setup, Table, option_value, request_settings
+from zeroplan.catalog.setups.settings import Table, option_value, request_settings
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.torchtitan import torchtitan_setup
 from zeroplan.catalog.setups.trainer import trainer_setup
 from zeroplan.errors import SpecError

@@ -107,8 +107,8 @@ def test_the_trainers_arguments(read: Callable[..., Resolved]):
     assert read({"output_dir": "x", "optim": "adamw_torch"}).job.batch.micro_batch_size == 8
     assert any("is 8 to transformers" in note for note in read({"output_dir": "x"}).notes)
     assert [note.partition(": ")[2].partition(":")[0] for note in notes[2:]] == [
-        "its keys that say something of the job",
-        "taken for granted, as its program does",
+        "keys that zeroplan used",
+        "not in the file, so the program's defaults apply",
     ]
 
 

@@ -7,7 +7,8 @@ script sets batch, optimizer and model.
 from pathlib import Path
 
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.settings import DeepSpeedPart, Reading, Setting, Setup, Table, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import Reading, Table, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setting, Setup
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 

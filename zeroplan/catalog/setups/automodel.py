@@ -14,7 +14,8 @@ from zeroplan.catalog.setups.recipes import (
     set_optimizer,
     set_sharded,
 )
-from zeroplan.catalog.setups.settings import Reading, Setting, Setup, Table
+from zeroplan.catalog.setups.settings import Reading, Table
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.spec.adapter import HEAD, AdapterSpec
 from zeroplan.spec.family import JOINING, LATENT_OF_EXPERTS
 from zeroplan.spec.model import PREDICTS, ModelSpec

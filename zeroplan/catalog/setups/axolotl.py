@@ -7,22 +7,15 @@ its keys are translated to TrainingArguments, and trainer.py reads these.
 import re
 from pathlib import Path
 
+from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.settings import LIGER, Reading, Setting, Setup, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.settings import LIGER, Reading, Table, TranslatedTable, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import FIRST, OF_LINEAR, SECOND, STACKED, WIDENED
 
-#: Axolotl's key for each key of TrainingArguments and TRL.
-_INSTEAD = {
-    "model_name_or_path": "base_model", "max_length": "sequence_len", "per_device_train_batch_size": "micro_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps", "optim": "optimizer", "use_peft": "adapter",
-    "lora_target_modules": "lora_target_modules", "load_in_4bit": "load_in_4bit", "lora_dropout": "lora_dropout", "bf16": "bf16",
-    "fp16": "fp16", "attn_implementation": "attn_implementation", "fsdp_config": "fsdp_config", "fsdp": "fsdp",
-    "gradient_checkpointing_kwargs": "gradient_checkpointing_kwargs", "dtype": "torch_dtype", "deepspeed": "deepspeed",
-    "parallelism_config.dp_replicate_size": "dp_replicate_size",
-}  # fmt: skip
 _LEGACY_ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "xformers_attention": "xformers", "flex_attention": "flex_attention", "sage_attention": "sage",
@@ -88,7 +81,7 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
     }  # fmt: skip
     degrees = {"dp_shard_size": "dp_shard_size", "dp_replicate_size": "dp_replicate_size", "tensor_parallel_size": "tp_size"}
     made["parallelism_config"] = {theirs: whole.count(own) for own, theirs in degrees.items()}
-    reading = arguments_read(TranslatedTable(whole, _INSTEAD, made), folder)
+    reading = arguments_read(TranslatedTable(whole, keys_of("axolotl").instead, made), folder)
     plain = next((key for key in ("bfloat16", "float16") if whole.switch(key)), None)
     if plain and not (made["bf16"] or made["fp16"]):
         if made["use_peft"]:

@@ -16,6 +16,7 @@ class Keys(NamedTuple):
     either: str = ""
     known: str = ""
     harmless: Mapping[str, list[object]] = {}
+    instead: Mapping[str, str] = {}
 
 
 def keys_of(name: str) -> Keys:

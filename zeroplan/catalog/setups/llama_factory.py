@@ -6,29 +6,14 @@ LLaMA-Factory's version 1 has its own trainer and keys.
 
 from pathlib import Path
 
+from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import deepspeed_beside
-from zeroplan.catalog.setups.settings import (
-    LIGER,
-    ULYSSES,
-    Reading,
-    Setting,
-    Setup,
-    Table,
-    TranslatedTable,
-    known_keys,
-    number_of,
-)
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, Reading, Table, TranslatedTable, known_keys, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.setups.trainer import arguments_read, set_dora
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import OF_LINEAR
 
-#: LLaMA-Factory's key for each key of TrainingArguments and TRL.
-_INSTEAD = {
-    "gradient_checkpointing": "disable_gradient_checkpointing", "gradient_checkpointing_kwargs": "use_reentrant_gc",
-    "use_peft": "finetuning_type", "lora_r": "lora_rank", "lora_target_modules": "lora_target", "lora_dropout": "lora_dropout",
-    "load_in_4bit": "quantization_bit", "use_bnb_nested_quant": "double_quantization",
-    "bnb_4bit_quant_type": "quantization_type", "attn_implementation": "flash_attn", "cutoff_len": "cutoff_len",
-}  # fmt: skip
 #: Defaults in hparams/model_args.py and finetuning_args.py.
 _DEFAULT_RANK, _DEFAULT_LENGTH, _DEFAULT_DROPOUT = 8, 2048, 0.0
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -53,7 +38,7 @@ def _trainers_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     made = {**_recomputation(whole), **_attention(whole), **_adapter(whole, adapted=adapted)}
     if adapted and whole.data.get("ddp_find_unused_parameters") is None:
         made["ddp_find_unused_parameters"] = False  # hparams/parser.py, get_train_args
-    table = TranslatedTable(whole, _INSTEAD, made)
+    table = TranslatedTable(whole, keys_of("llama-factory").instead, made)
     reading = arguments_read(table, folder)
     _precision(reading, whole, adapted=adapted)
     if (stage := whole.text("stage")) in ("dpo", "rm"):

@@ -13,7 +13,8 @@ from math import lcm
 from pathlib import Path
 from typing import cast
 
-from zeroplan.catalog.setups.settings import FlatTable, Reading, Setting, Setup, Table, number_of
+from zeroplan.catalog.setups.settings import FlatTable, Reading, Table, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.megatron import layers_of_layout

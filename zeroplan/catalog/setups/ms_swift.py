@@ -11,18 +11,14 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.keys import keys_of
 from zeroplan.catalog.setups.reading import named_file
-from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Setup, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.settings import LIGER, ULYSSES, FlatTable, Reading, Table, TranslatedTable, number_of
+from zeroplan.catalog.setups.setup import Setup
 from zeroplan.catalog.setups.trainer import arguments_read
 from zeroplan.catalog.text import read_text, strict_json
 from zeroplan.errors import SpecError
 from zeroplan.numeric import round_up
 from zeroplan.spec.adapter import OF_LINEAR
 
-_INSTEAD = {
-    "model_name_or_path": "model", "attn_implementation": "attn_impl", "use_peft": "tuner_type", "lora_r": "lora_rank",
-    "lora_target_modules": "target_modules", "load_in_4bit": "quant_bits", "dtype": "torch_dtype", "optim": "optimizer",
-    "lora_modules_to_save": "modules_to_save",
-}  # fmt: skip
 #: The offload section of the DeepSpeed files that ms-swift ships (config/, such as zero2.json).
 _OFFLOAD = {"device": "cpu", "pin_memory": True}
 #: Methods that train on pairs, and methods that train on a prompt with its completion (arguments/rlhf_args.py).
@@ -48,7 +44,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     theirs = Table({key: one for key, one in whole.data.items() if not _is_like(key, patterns)}, whole.where)
     whole.judge("ms-swift")
     theirs.matters, theirs.saves = whole.matters, whole.saves
-    reading = arguments_read(TranslatedTable(theirs, _INSTEAD, _made(whole)), folder)
+    reading = arguments_read(TranslatedTable(theirs, own.instead, _made(whole)), folder)
     _task(reading, whole)
     _loop(reading, whole)
     read_tower(reading, whole)
@@ -60,7 +56,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
         each = table.count("per_device_train_batch_size") or 1
         steps = 1 if whole.data.get("rlhf_type") == "grpo" else max(1, -(-16 // (each * (launched or gpus or 1))))
         reading.set("grad_accum", "gradient_accumulation_steps", steps, filled=True)
-    reading.table.leave((*_INSTEAD, *_INSTEAD.values(), "launched_gpus", "train_type", "quant_method"))
+    reading.table.leave((*own.instead, *own.instead.values(), "launched_gpus", "train_type", "quant_method"))
     return reading.setup("ms-swift")
 
 

@@ -7,24 +7,18 @@ OpenRLHF's defaults for keys left out. For PPO, the job is the actor's update. O
 
 from pathlib import Path
 
-from zeroplan.catalog.setups.settings import FILLED, DeepSpeedPart, FlatTable, Reading, Setup, Table
+from zeroplan.catalog.setups.keys import keys_of
+from zeroplan.catalog.setups.settings import FILLED, FlatTable, Reading, Table
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setup
 
-#: Today's name of each key of releases before 0.10.
-_OLDER = {
-    "pretrain": "model.model_name_or_path", "max_len": "data.max_len", "micro_train_batch_size": "train.micro_batch_size",
-    "train_batch_size": "train.batch_size", "zero_stage": "ds.zero_stage", "adam_offload": "ds.adam_offload", "zpg": "ds.zpg",
-    "gradient_checkpointing": "model.gradient_checkpointing_enable", "lora_rank": "ds.lora.rank", "load_in_4bit": "ds.load_in_4bit",
-    "grad_accum_dtype": "ds.grad_accum_dtype", "overlap_comm": "ds.overlap_comm", "actor_num_nodes": "actor.num_nodes",
-    "actor_num_gpus_per_node": "actor.num_gpus_per_node", "packing_samples": "ds.packing_samples",
-    "ring_attn_size": "ds.ring_attn_size", "use_liger_kernel": "ds.use_liger_kernel",
-}  # fmt: skip
 _UPDATE = "only the actor's update is counted: `zeroplan workflow ppo` also has the other models and the rollout engine"
 _PAIRS = "pairs are counted as two sequences; the reference model is not counted (`zeroplan workflow dpo`)"
 
 
 def openrlhf_setup(whole: Table, folder: Path, _: int | None) -> Setup:
     """Return the job in the arguments; raises SpecError for settings that are not modelled."""
-    table = FlatTable({_OLDER.get(key, key): value for key, value in whole.data.items()}, whole.where)
+    todays = keys_of("openrlhf").instead  # names of keys before 0.10
+    table = FlatTable({todays.get(key, key): value for key, value in whole.data.items()}, whole.where)
     reading = Reading(table, folder)
     part = "actor" if table.data.get("actor.model_name_or_path") or "actor.num_nodes" in table.data else "model"
     is_policy, compares = part == "actor", any(key.startswith(("dpo.", "ref.")) for key in table.data)

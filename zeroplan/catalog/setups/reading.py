@@ -7,7 +7,8 @@ from typing import cast
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.script import OF_LAUNCHERS, Launched, arguments_of, is_arguments, is_script, launches
-from zeroplan.catalog.setups.settings import DeepSpeedPart, Kind, Setting, Setup, Table
+from zeroplan.catalog.setups.settings import Table
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Kind, Setting, Setup
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 
@@ -56,9 +57,9 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def name_of(kind: Kind) -> str:
+def name_of(kind: Kind | None) -> str:
     """Return the name of such a file in messages."""
-    return _NAMES[kind]
+    return "" if kind is None else _NAMES[kind]
 
 
 def is_setup(path: Path) -> bool:

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.catalog.setups.settings import NO_GPUS, DeepSpeedPart, FlatTable, Reading, Setting, Setup, Table
+from zeroplan.catalog.setups.settings import NO_GPUS, FlatTable, Reading, Table
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setting, Setup
 from zeroplan.errors import SpecError
 
 NO_LENGTH = "sequences are as long as the data's: the length is that of --seq-len, or its default"

@@ -9,7 +9,8 @@ transformers' modules.
 from pathlib import Path
 
 from zeroplan.catalog.setups.keys import keys_of
-from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, OwnModules, Reading, Setting, Setup, Table, TorchtitansModules
+from zeroplan.catalog.setups.settings import COMPILED, NO_GPUS, Reading, Table
+from zeroplan.catalog.setups.setup import OwnModules, Setting, Setup, TorchtitansModules
 from zeroplan.catalog.text import shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.compiled import COMPILED_BLOCKS, COMPILED_LOSS

@@ -8,17 +8,8 @@ from pathlib import Path
 
 from zeroplan.catalog.setups.parsing import parsed
 from zeroplan.catalog.setups.reading import deepspeed_beside, named_file
-from zeroplan.catalog.setups.settings import (
-    LIGER,
-    DeepSpeedPart,
-    Reading,
-    Setting,
-    Setup,
-    Table,
-    TranslatedTable,
-    number_of,
-    own_tensor_parallelism,
-)
+from zeroplan.catalog.setups.settings import LIGER, Reading, Table, TranslatedTable, number_of, own_tensor_parallelism
+from zeroplan.catalog.setups.setup import DeepSpeedPart, Setting, Setup
 from zeroplan.catalog.text import read_text, shown
 from zeroplan.errors import SpecError
 from zeroplan.spec.adapter import PEFT_DEFAULT, TRAINED_MODULES

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.catalog.setups.megatron_arguments import read_megatron, read_stages
-from zeroplan.catalog.setups.settings import FILLED, LIGER, ULYSSES, FlatTable, Reading, Setting, Setup, Table, number_of
+from zeroplan.catalog.setups.settings import FILLED, LIGER, ULYSSES, FlatTable, Reading, Table, number_of
+from zeroplan.catalog.setups.setup import Setting, Setup
 from zeroplan.spec.recipe import LogProbs
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."

@@ -123,7 +123,8 @@ def _width_of_frozen(model: ModelSpec, recipe: RecipeSpec) -> int:
 def _weights(model: ModelSpec, recipe: RecipeSpec, whole: Row) -> Lines:
     """Return trained and frozen weights. [bytes]"""
     stored = widths(recipe.precision).stored
-    trained = _whole(Kind.PARAMETERS, stored, whole.n_elements, _held(model), _REDUCER_OF)
+    reason = f"{'trained parameters' if has_frozen(model) else 'parameters'}, whole on every rank"
+    trained = _whole(Kind.PARAMETERS, stored, whole.n_elements, reason, _REDUCER_OF)
     return trained, *frozen_lines(model, _width_of_frozen(model, recipe), stored, "parameters", _REDUCER_OF)
 
 
@@ -212,11 +213,6 @@ def _symbols(these: Passes, copied: Casts, accum: Int) -> tuple[Symbol, ...]:
         *_of_each("K", these.names, copied.kept, "of them, kept by one {} block until its backward"),
         *kept_symbols(these),
     )
-
-
-def _held(model: ModelSpec) -> str:
-    what = "trained parameters" if has_frozen(model) else "parameters"
-    return f"{what}, whole on every rank"
 
 
 def _of_each(letter: str, kinds: tuple[str, ...], numbers: tuple[int, ...], meaning: str) -> Iterator[Symbol]:

@@ -32,15 +32,12 @@ def are_narrow(model: ModelSpec, recipe: RecipeSpec) -> bool:
 @lru_cache(maxsize=256)
 def row_in_fp32(model: ModelSpec) -> Row:
     """Return the trained parameters as numbers of fp32: two elements of a copy in 16 bits are one."""
+
+    def halved(part: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        return tuple(one._replace(shape=(one.shape[0], one.shape[1] * _NARROW // 4)) for one in part)
+
     tree = trained_layout(model)
-    ends = (tuple(map(_halved, part)) for part in (tree.embeddings, tree.tail))
-    embeddings, tail = ends
-    return row_of(model, tree._replace(embeddings=embeddings, tail=tail))
-
-
-def _halved(one: Parameter) -> Parameter:
-    rows, width = one.shape
-    return one._replace(shape=(rows, width * _NARROW // 4))
+    return row_of(model, tree._replace(embeddings=halved(tree.embeddings), tail=halved(tree.tail)))
 
 
 def in_fp32(these: Passes, model: ModelSpec) -> Passes:

@@ -38,11 +38,8 @@ class Plan(NamedTuple):
 def plan_of(model: ModelSpec, recipe: RecipeSpec, *, wrapped: bool = True) -> Plan:
     """Return how DDP handles a model's gradients under a recipe. Without the wrapper no gradient is a view."""
     views = recipe.ddp.gradient_as_bucket_view and wrapped
-    return Plan(_row(model, recipe), widths(recipe.precision).stored, views, recipe.sync_every_micro_batch)
-
-
-def _row(model: ModelSpec, recipe: RecipeSpec) -> Row:
-    return row_in_fp32(model) if are_narrow(model, recipe) else trained_row(model)
+    whole = row_in_fp32(model) if are_narrow(model, recipe) else trained_row(model)
+    return Plan(whole, widths(recipe.precision).stored, views, recipe.sync_every_micro_batch)
 
 
 class Reducer(Collecting):

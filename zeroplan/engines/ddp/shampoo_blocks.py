@@ -6,11 +6,11 @@ to its blocks, in fp32. Source: distributed_shampoo f606606, ``distribute_buffer
 """
 
 from functools import lru_cache
-from heapq import heappop, heappush
 from math import prod
 from typing import NamedTuple
 
 from zeroplan.engines import shampoo
+from zeroplan.engines.ddp.zero_redundancy import dealt_out
 from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Collective, Kind, Line, Phase
 from zeroplan.numeric import Int, for_each_value, round_up, where
@@ -65,13 +65,7 @@ def assigned(shapes: tuple[shampoo.Shape, ...], longest: int, ranks: int) -> tup
     (((5, 8),), ((4, 8), (8,)))
     """
     blocks = [block for shape in shapes for block in shampoo.blocks_of(shape, longest)]
-    sizes = list(map(_sent, blocks))
-    loads, mine = [(0, rank) for rank in range(ranks)], list[list[int]]([] for _ in range(ranks))
-    for at in sorted(range(len(blocks)), key=lambda at: -sizes[at]):
-        load, rank = heappop(loads)
-        mine[rank].append(at)
-        heappush(loads, (load + sizes[at], rank))
-    return tuple(tuple(blocks[at] for at in sorted(each)) for each in mine)
+    return tuple(tuple(blocks[at] for at in sorted(each)) for each in dealt_out(list(map(_sent, blocks)), ranks))
 
 
 def buffer_bytes(shapes: tuple[shampoo.Shape, ...], longest: int, ranks: int) -> int:

@@ -4,8 +4,9 @@ It assigns whole tensors, the largest first, each to the rank with the fewest el
 more ranks than tensors save nothing.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -40,13 +41,17 @@ def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTe
     >>> [tensor.numel for tensor in first], [tensor.numel for tensor in second]
     ([4], [3, 2])
     """
-    loads = [(0, rank) for rank in range(min(ranks, len(tensors)))]
-    heapify(loads)
-    shares: list[list[LocalTensor]] = [[] for _ in loads]
-    for numel, index in sorted((-int(tensor.numel), index) for index, tensor in enumerate(tensors)):
+    shares = dealt_out([int(tensor.numel) for tensor in tensors], min(ranks, len(tensors)))
+    return [[tensors[at] for at in share] for share in shares]
+
+
+def dealt_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the indices that each rank gets: the largest first, always for the rank with the least, the first among equals."""
+    loads, shares = [(0, rank) for rank in range(ranks)], list[list[int]]([] for _ in range(ranks))
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         load, rank = heappop(loads)
-        shares[rank].append(tensors[index])
-        heappush(loads, (load - numel, rank))
+        shares[rank].append(at)
+        heappush(loads, (load + sizes[at], rank))
     return shares
 
 

@@ -21,7 +21,6 @@ from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions
 
-_NEVER = 10**18
 _FEW = 4
 """The most parameters that a module owns itself, or a leaf module owns inside it, in any family."""
 _RESTORED = "restored"
@@ -344,11 +343,14 @@ class Coordinator:
         """
         if self.fetched_for.get(index, -1) > at:
             return True
-        reach = self.options.stage3_max_reuse_distance
         if leaf:
-            return self._within(index, at, reach)
-        again = next((use for use in self.uses[index] if use >= at), _NEVER)
-        return again != _NEVER and self.traversed[again] - self.traversed[at] < reach
+            return self._within(index, at, self.options.stage3_max_reuse_distance)
+        return not self.is_far(index, at)
+
+    def is_far(self, index: int, at: int) -> bool:
+        """Whether a parameter is used next after ``max_reuse_distance`` elements of other modules from a step on, or never."""
+        again = next((use for use in self.uses[index] if use >= at), None)
+        return again is None or self.traversed[again] - self.traversed[at] >= self.options.stage3_max_reuse_distance
 
     def _within(self, index: int, at: int, reach: int) -> bool:
         walked = 0

@@ -63,11 +63,11 @@ def refuse_with_muon(model: ModelSpec, recipe: RecipeSpec) -> None:
 @lru_cache(maxsize=256)
 def row_of_muon(model: ModelSpec) -> Row:
     """Return the trained parameters in two groups: Muon's matrices, then Adam's parameters (``set_optimizer_flags``)."""
-    return in_two_groups(trained_row(model), _is_by_muon)
 
+    def is_by_muon(one: Parameter) -> bool:
+        return len(one.shape) > 1 and not any(word in one.name.lower() for word in _LEFT_TO_ADAM)
 
-def _is_by_muon(one: Parameter) -> bool:
-    return len(one.shape) > 1 and not any(word in one.name.lower() for word in _LEFT_TO_ADAM)
+    return in_two_groups(trained_row(model), is_by_muon)
 
 
 def shares(job: "Job") -> tuple[Int, Int]:

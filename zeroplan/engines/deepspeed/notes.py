@@ -9,6 +9,7 @@ from typing import NamedTuple
 from zeroplan.engines.collecting import Highest
 from zeroplan.engines.deepspeed.coordinator import SECOND, Coordinator, Pass, Sent, saved_key
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step
+from zeroplan.engines.deepspeed.strides import Strider, parts_of
 from zeroplan.engines.rows import Row, Sizes, embedding_elements, has_tied_head
 from zeroplan.ledger import Kind
 from zeroplan.numeric import ceil_div
@@ -229,22 +230,30 @@ def gathered_at_first(one: Pass) -> Gathered:
 
 
 @lru_cache(maxsize=64)
-def most_noted_at_first(one: Pass) -> int:
-    """Return the most elements that :func:`gathered_at_first` notes."""
-    first = gathered_at_first(one)
-    return max(count for name in _COUNTED for count, _ in _pairs(getattr(first, name), getattr(first, name)))
+def gathered_at_second(one: Pass) -> Gathered:
+    """Return the same in the second pass of a first step with several micro-batches.
+
+    The coordinator has its trace, but the first pass has released the persistent parameters. So this pass gathers them, often
+    flat together with large ones.
+    """
+    return _Replay(one, resident=False, later=True).run()
 
 
 @lru_cache(maxsize=64)
-def more_at_first(one: Pass, later: Gathered, *, of_blocks_in_forward: bool = False) -> int:
-    """Return how many more elements are gathered in the first pass than at the same place of a later one; the most, at least 0.
+def most_noted(passed: Gathered) -> int:
+    """Return the most elements that a pass notes."""
+    return max(count for name in _COUNTED for count, _ in _pairs(getattr(passed, name), getattr(passed, name)))
+
+
+@lru_cache(maxsize=64)
+def more_than(early: Gathered, later: Gathered, *, of_blocks_in_forward: bool = False) -> int:
+    """Return how many more elements are gathered in an early pass than at the same place of a later one; the most, at least 0.
 
     ``of_blocks_in_forward``: only in the forwards of blocks. Later passes also hold the persistent parameters, which their notes
     leave out.
     """
-    first = gathered_at_first(one)
     names = ("forward", "before_experts") if of_blocks_in_forward else _COUNTED
-    more = (here - there for name in names for here, there in _pairs(getattr(first, name), getattr(later, name)))
+    more = (here - there for name in names for here, there in _pairs(getattr(early, name), getattr(later, name)))
     return max(0, max(more) - later.persistent)
 
 
@@ -303,7 +312,9 @@ class _Replay(Coordinator):
             one, Highest(), element=one.sharing.width or 1, recording=recording, resident=resident, decided=decided,
             later=later, last_forward=last_forward,
         )  # fmt: skip
-        self.whole, ways = one.whole, one.options.zero_hpz_partition_size
+        self.whole, ways, self.recomputed = one.whole, one.options.zero_hpz_partition_size, one.recomputed
+        self.repeats = decided is None and ways == 1 and not (one.on_nvme or one.sharing.width)
+        """Whether its state can repeat from block to block."""
         for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
             n_bytes = 0 if index in self.persistent else self.element * ceil_div(numel, ways)
             self.memory.request(SECOND, n_bytes, Kind.GATHER, "second partition of a parameter")
@@ -326,23 +337,37 @@ class _Replay(Coordinator):
 
     def run(self) -> Gathered:
         """Run all steps and return the gathered elements."""
-        found, memory, alive, backward = Gathered(self.whole), self.memory, self.memory.alive, list[Noted]()
-        for at, step in enumerate(self.steps):
-            if step.direction == BACKWARD and not self.turned:
-                found.loss = self.elements
-            memory.most = memory.n_bytes
-            self.begin(at)
-            gathering, during = memory.most // self.element, self.elements
-            if not self.turned:
-                self.release(at, step)
+        found, backward = Gathered(self.whole), list[Noted]()
+        for step, (gathering, during, saved, after) in zip(self.steps, self._seen(), strict=True):
+            if step.direction == BACKWARD or backward:
+                backward.append((step, Note(step.made, gathering, during, after, during - saved)))
+            else:
                 found.in_forward(step, gathering, during)
-                continue
-            saved = sum([alive.get(saved_key(index), 0) for index in step.parameters]) // self.element
-            self.release(at, step)
-            backward.append((step, Note(step.made, gathering, during, self.elements, during - saved)))
+                found.loss = after
         if backward:
             found.in_backward(backward)
+        else:
+            found.loss = 0
         found.end, found.most_read, found.read_twice = self.elements, self.most_read, self.read_twice
         found.sent_forward, found.sent_backward = self.sent[FORWARD], self.sent[BACKWARD]
         found.persistent_sent = tuple(sorted(Counter(self.numel[index] for index in self.persistent).items()))
         return found
+
+    def _seen(self) -> list[tuple[int, int, int, int]]:
+        """Return for every step the gathered elements: the most while it gathers, while it runs, saved of its own, and after it."""
+        memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int]]()
+        strider = Strider(self, memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
+        while len(seen) < len(self.steps):
+            times, more = strider.skip(len(seen))
+            if times > 0:
+                part, more = seen[-strider.n_steps(len(seen)) :], more // element
+                seen += [(g + n * more, d + n * more, s, a + n * more) for n in range(1, times + 1) for g, d, s, a in part]
+            at = len(seen)
+            step = self.steps[at]
+            memory.most = memory.n_bytes
+            self.begin(at)
+            gathering, during = memory.most // element, self.elements
+            saved = sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.turned else 0
+            self.release(at, step)
+            seen.append((gathering, during, saved, self.elements))
+        return seen

@@ -32,6 +32,10 @@ FORWARD, BACKWARD = "forward", "backward"
 #: integrations/moe.py, ``_grouped_linear``). A direct product saves the parameter, so the gathered tensor can be freed.
 _EXPERTS_AS_THEY_ARE = ("gpt_oss", "llama4_text")
 
+#: Families whose linear layers multiply by a transposed view of their weight, which autograd saves; DeepSpeed replaces only torch's
+#: own ``linear`` (transformers 5.23, models/falcon/modeling_falcon.py, ``FalconLinear``).
+_TRANSPOSED = ("falcon",)
+
 #: Ending of modules whose output only chooses experts, so that no backward reaches them: ERNIE's router adds its bias in one.
 _CHOOSES = ".moe_statics"
 
@@ -125,7 +129,7 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     if whole.model.profile is not None:
         return _trace_of_profile(whole, recomputed=recomputed)
     first, norm, head = _around(whole)
-    lowest = _lowest_backward(whole, recomputed)
+    lowest = lowest_backward(whole, recomputed)
     if linears_of_torch:
         head = head._replace(viewed=head.parameters)
     every = len(whole.placed)
@@ -250,7 +254,7 @@ def _of_frozen_images(whole: Row, module: _Module) -> bool:
     return module.name.startswith(BESIDE_THE_TEXT) and not any(whole.trained[index] for index in module.parameters)
 
 
-def _lowest_backward(whole: Row, recomputed: int) -> int:
+def lowest_backward(whole: Row, recomputed: int) -> int:
     """Return the lowest block with a backward: the first with trained weights, or -1 if autograd tracks the embedding's output.
 
     With recomputation it does: transformers 5.23, modeling_utils.py, ``_activation_checkpointing_enable``.
@@ -408,7 +412,7 @@ def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Mod
 def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recomputed: int) -> list[Step]:
     """Return a block's modules in the order of their backward. The first one that needs the recomputation waits for it."""
     by_name = {module.name: module for module in modules}
-    constant = _constants(whole, modules) if block == _lowest_backward(whole, recomputed) else _Constants()
+    constant = _constants(whole, modules) if block == lowest_backward(whole, recomputed) else _Constants()
     names = backward_order([module.name for module in modules[1:] if not module.name.endswith(_CHOOSES)])
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
@@ -505,6 +509,9 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         own = places if leaf and name == "mlp" else borrowed or owners.get(name, [])
         as_they_are = whole.model.family in _EXPERTS_AS_THEY_ARE
         viewed = [] if as_they_are else [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
+        viewed += [
+            index for index in own if whole.model.family in _TRANSPOSED and len(whole.placed[index].parameter.shape) == 2
+        ]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
         packed = tuple(index for index in own if whole.placed[index].parameter.quantised)

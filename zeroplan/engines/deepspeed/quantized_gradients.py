@@ -140,13 +140,10 @@ def _assign(memory: Memory, made: dict[str, int]) -> None:
         memory.rename(f"new {name}", name)
 
 
-def _shapes(flush: Flush) -> tuple[Shape, ...]:
-    return tuple(each.parameter.shape for each in sorted(flush.inside, key=lambda each: each.start))
-
-
 def quantized_line(recipe: RecipeSpec, flush: Flush, n_ranks: Int, *, element: int, kept: int) -> Line:
     """Return the peak of reducing a bucket with quantized gradients. [bytes]"""
-    shapes, local = _shapes(flush), recipe.deepspeed.gpus_per_node
+    shapes = tuple(each.parameter.shape for each in sorted(flush.inside, key=lambda each: each.start))
+    local = recipe.deepspeed.gpus_per_node
 
     def of(ranks: int) -> int:
         return reduction_bytes(shapes, Split(ranks, local, element, kept)) if ranks > local else 0

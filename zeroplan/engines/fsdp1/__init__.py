@@ -39,12 +39,16 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=updated)
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = activations_on_host(plan)
+    frozen = (
+        Symbol(f"P_{group.symbol}", group.padded, f"padded parameters of the frozen unit, {group.symbol}")
+        for group in (frozen_units(plan) if plan.is_partly_frozen else ())
+    )
     return Account(
         states=states,
         moments=step.moments(plan, (*states, *here)),
         collectives=collectives(plan, mesh, batch),
         host=(*in_host_memory(plan, activations), *there),
-        symbols=(*symbols_of(plan, model, activations), *_of_frozen(plan), *counted(*plan.persistent, *temporaries)),
+        symbols=(*symbols_of(plan, model, activations), *frozen, *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan, model)),
         kept=plan.kept_in_a_block,
     )
@@ -57,11 +61,6 @@ def _gradients(plan: FlatPlan) -> Line:
     """
     line = plan.gradient_shards(plan.every_layer, "after backward", plan.trained_outside)
     return line._replace(tag=Tag(Role.UNTIL_NEXT_STEP)) if plan.options.use_orig_params else line
-
-
-def _of_frozen(plan: FlatPlan) -> Iterator[Symbol]:
-    for group in frozen_units(plan) if plan.is_partly_frozen else ():
-        yield Symbol(f"P_{group.symbol}", group.padded, f"padded parameters of the frozen unit, {group.symbol}")
 
 
 def _notes(plan: FlatPlan, model: ModelSpec) -> Iterator[str]:

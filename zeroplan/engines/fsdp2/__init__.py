@@ -82,11 +82,6 @@ def in_host_memory(plan: Plan, activations: OffloadedActivations) -> tuple[Line,
     return (*plan.in_host_memory, gradients, *activations.lines, pinned)
 
 
-def _excess(parameter: Parameter, ranks: int) -> int:
-    """Return the elements of rank 0's chunk beyond an even share."""
-    return ceil_div(parameter.shape[0], ranks) * (parameter.numel // parameter.shape[0]) - parameter.numel // ranks
-
-
 def symbols_of(plan: Plan, model: ModelSpec, activations: OffloadedActivations) -> tuple[Symbol, ...]:
     """Return the symbols in a plan's formulas that the model's legend lacks."""
     return (
@@ -231,10 +226,15 @@ def _notes(plan: Plan) -> Iterator[str]:
 
         yield visited(plan.recipe)
         return
+
+    def excess(one: Parameter, ranks: int) -> int:
+        """Return the elements of rank 0's chunk beyond an even share."""
+        return ceil_div(one.shape[0], ranks) * (one.numel // one.shape[0]) - one.numel // ranks
+
     shards, even = plan.padded // plan.n, plan.numel // plan.n
     if not isinstance(shards, int) or shards - even <= even // _NOTABLE_EXCESS:
         return
-    worst = max(plan.parameters, key=lambda one: _excess(one, int(plan.n)))
+    worst = max(plan.parameters, key=lambda one: excess(one, int(plan.n)))
     yield (
         f"FSDP2 shards along dim 0: rank 0 holds {shards:,} parameters where an even share is {even:,}, mostly because "
         f"{worst.name} has {worst.shape[0]} rows for {plan.n} ranks; DeepSpeed shards flat and stays even"

@@ -32,8 +32,8 @@ def _is_matrix(parameter: Parameter) -> bool:
 
 def casting(group: ParamGroup) -> Line:
     """Return the most that casts of a group's shards take, one after the other. [bytes]"""
-    formula = group.said(group.casting, str(group.casting))
-    return Line(Kind.GATHER, group.casting, f"{group.words}, this rank's chunk while it is cast to float8", formula, GATHER)
+    formula = group.said(group.of.casting, str(group.of.casting))
+    return Line(Kind.GATHER, group.of.casting, f"{group.words}, this rank's chunk while it is cast to float8", formula, GATHER)
 
 
 def largest_values(

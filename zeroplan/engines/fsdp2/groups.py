@@ -21,26 +21,8 @@ SHARD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_param.py, FSDPPar
 OFFLOAD = "torch 2.13, torch/distributed/fsdp/_fully_shard/_fsdp_api.py, CPUOffloadPolicy"
 
 
-class Apart(NamedTuple):
-    """The experts of a block, which are sharded over fewer ranks than its other parameters. [elements]"""
-
-    ranks: Int
-    """Ranks that have the same experts."""
-    shard: Int
-    padded: Int
-    numel: int
-    by_the_way: int
-    """Extra elements while the experts are cast one after the other, if nothing is gathered."""
-    last: int
-    """Elements of the last expert parameter."""
-    narrow: Int
-    """1 if they are sharded along dim 1, else 0."""
-    gathers: Int
-    """1 if another rank has the same experts, else 0."""
-
-
 class Group(NamedTuple):
-    """One ``fully_shard`` unit. [elements]"""
+    """One ``fully_shard`` unit, or its experts alone. [elements]"""
 
     shard: Int
     """This rank's chunks, each parameter's dim 0 padded to a multiple of the ranks."""
@@ -55,12 +37,20 @@ class Group(NamedTuple):
     """The same if each is first copied from the host in fp32, twice as wide."""
     alone_beside_adapters: int = 0
     """The same if frozen parameters are copied from the host uncast."""
-    experts: Apart | None = None
-    """With expert parallelism, this rank's experts of a block; the other fields count them too."""
+    experts: "Group | None" = None
+    """With expert parallelism, this rank's experts of a block, which fewer ranks shard; the other fields count them too."""
     in_float8: Int = 0
     """Elements of ``padded`` that ranks gather in float8, with one byte instead of two."""
     casting: Int = 0
     """The most that casts of this rank's chunks to float8 take, one after the other. [bytes]"""
+    ranks: Int = 0
+    """Of experts: the ranks that have the same ones."""
+    narrow: Int = 0
+    """Of experts: 1 if they are sharded along dim 1, else 0."""
+    by_the_way: int = 0
+    """Of experts: extra elements while they are cast one after the other, if nothing is gathered."""
+    last: int = 0
+    """Of experts: elements of the last parameter."""
 
     @property
     def whole(self) -> str:
@@ -70,8 +60,12 @@ class Group(NamedTuple):
     @property
     def of_experts(self) -> "Group":
         """Its experts, as a group."""
-        one = self.experts
-        return self if one is None else Group(one.shard, one.padded, one.numel, self.symbol)
+        return self if self.experts is None else self.experts
+
+    @property
+    def gathers(self) -> Int:
+        """Of experts: 1 if another rank has the same ones, else 0."""
+        return where(self.ranks > 1, 1, 0)
 
     @property
     def beside_experts(self) -> "Group":
@@ -194,9 +188,10 @@ def _block_group(run: BlockRun, parameters: tuple[Parameter, ...], n: Int, tp: i
     if not every:
         return Group(shard, shard * n, numel, symbol)
     apart, ranks = _of_a_rank(theirs, n, tp, ep), n * tp // ep
-    experts = Apart(
-        ranks, apart, apart * ranks, sum(one.numel for one in theirs), cast_one_by_one(tuple(one.numel for one in theirs)),
-        theirs[-1].numel if theirs else 0, where(_is_narrow(every[0].shape[0], n * tp, ep), 1, 0), where(ranks > 1, 1, 0),
+    narrow, sizes = where(_is_narrow(every[0].shape[0], n * tp, ep), 1, 0), tuple(one.numel for one in theirs)
+    experts = Group(
+        apart, apart * ranks, sum(sizes), symbol, ranks=ranks, narrow=narrow, by_the_way=cast_one_by_one(sizes),
+        last=sizes[-1] if sizes else 0,
     )  # fmt: skip
     return Group(shard, (shard - apart) * n + experts.padded, numel, symbol, experts=experts)
 
@@ -302,20 +297,15 @@ def on_host(line: Line) -> Line:
 
 
 class ParamGroup(NamedTuple):
-    """One parameter group. [elements]"""
+    """One parameter group: the parameters of a unit, or a block's experts, or all of a block beside them."""
 
-    shard: Int
-    """This rank's chunks."""
-    padded: Int
-    """All ranks' chunks: the size of an all-gather buffer."""
-    numel: int
-    """Elements without padding, the size of autograd's gradients."""
+    of: Group
     whole: str
-    """The symbol of ``padded`` in formulas."""
+    """The symbol of its ``padded`` in formulas."""
     share: str
-    """The symbol of ``shard`` in formulas."""
+    """The symbol of its ``shard`` in formulas."""
     plain: str
-    """The symbol of ``numel`` in formulas."""
+    """The symbol of its ``numel`` in formulas."""
     gathers: Int
     """1 if another rank has a chunk, else 0."""
     gate: str
@@ -324,17 +314,7 @@ class ParamGroup(NamedTuple):
     """The owner of the parameters, in a line's words."""
     ranks: Int
     """The ranks that share it."""
-    narrow: Int = 0
-    """1 if the parameters are sharded along dim 1, else 0."""
-    by_the_way: int = 0
-    """Extra elements while experts are cast one after the other, if a rank gathers nothing."""
-    last: int = 0
-    """Elements of the last parameter."""
     are_experts: bool = False
-    in_float8: Int = 0
-    """As in :class:`Group`."""
-    casting: Int = 0
-    """As in :class:`Group`. [bytes]"""
     in_numbers: bool = False
     """Formulas are bytes only, since stages of a pipeline have several sizes and no symbols."""
 
@@ -343,26 +323,19 @@ class ParamGroup(NamedTuple):
         return product(1, n_bytes) if self.in_numbers else formula
 
 
-def param_groups(group: Group, gathers: Int, words: str, ranks: Int, *, in_numbers: bool = False) -> tuple[ParamGroup, ...]:
+def param_groups(unit: Group, gathers: Int, words: str, ranks: Int, *, in_numbers: bool = False) -> tuple[ParamGroup, ...]:
     """Return a unit's parameter groups, in the order in which the forward gathers them."""
-    symbol = group.symbol
-    if group.experts is None:
+    symbol, experts = unit.symbol, unit.experts
+    if experts is None:
         names = f"P_{symbol}", f"P_{symbol}/N", f"G_{symbol}"
-        sizes = group.shard, group.padded, group.numel
-        return (
-            ParamGroup(
-                *sizes, *names, gathers, "·min(1, N-1)", words, ranks, in_numbers=in_numbers, in_float8=group.in_float8,
-                casting=group.casting,
-            ),
-        )  # fmt: skip
-    one, rest = group.experts, group.beside_experts
+        return (ParamGroup(unit, *names, gathers, "·min(1, N-1)", words, ranks, in_numbers=in_numbers),)
     names = f"D_{symbol}", f"D_{symbol}/N", f"(G_{symbol} - Y_{symbol})"
     beside = ParamGroup(
-        rest.shard, rest.padded, rest.numel, *names, 1, "", "this block's beside its experts", ranks, in_numbers=in_numbers
-    )
-    share = f"Y_{symbol}" if isinstance(one.padded, int) and not one.padded else f"X_{symbol}/F"  # not sharded, so not padded
-    experts = ParamGroup(
-        one.shard, one.padded, one.numel, f"X_{symbol}", share, f"Y_{symbol}", one.gathers, "·min(1, F-1)",
-        "this block's experts", one.ranks, one.narrow, one.by_the_way, one.last, are_experts=True, in_numbers=in_numbers,
+        unit.beside_experts, *names, 1, "", "this block's beside its experts", ranks, in_numbers=in_numbers
     )  # fmt: skip
-    return beside, experts
+    is_whole = isinstance(experts.padded, int) and not experts.padded  # not sharded, so not padded
+    names = f"X_{symbol}", f"Y_{symbol}" if is_whole else f"X_{symbol}/F", f"Y_{symbol}"
+    words, ranks = "this block's experts", experts.ranks
+    return beside, ParamGroup(
+        experts, *names, experts.gathers, "·min(1, F-1)", words, ranks, are_experts=True, in_numbers=in_numbers
+    )  # fmt: skip

@@ -21,26 +21,26 @@ def gathered_ahead(plan: Plan, group: ParamGroup) -> tuple[Line]:
 
 
 def _buffer(plan: Plan, group: ParamGroup, words: str) -> tuple[Line]:
-    n_bytes = group.gathers * unsharded_bytes(plan, group)
+    n_bytes = group.gathers * unsharded_bytes(plan, group.of)
     formula = group.said(n_bytes, f"{_whole(plan, group)}{group.gate}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, {words}", formula, GATHER),)
 
 
 def unsharded(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return a group's parameters, copied out of the buffer. [bytes]"""
-    n_bytes = unsharded_bytes(plan, group)
+    n_bytes = unsharded_bytes(plan, group.of)
     formula = group.said(n_bytes, _whole(plan, group))
     return (Line(Kind.UNSHARDED_PARAMETERS, n_bytes, f"{group.words}, copied out for use", formula, COPY_OUT),)
 
 
-def unsharded_bytes(plan: Plan, group: Group | ParamGroup) -> Int:
+def unsharded_bytes(plan: Plan, group: Group) -> Int:
     """Return a group's parameters as they compute. [bytes]"""
     return plan.width.compute * group.padded - group.in_float8
 
 
 def _whole(plan: Plan, group: ParamGroup) -> str:
     formula = f"{plan.width.compute}·{group.whole}"
-    return f"({formula} - {group.in_float8})" if plan.recipe.fsdp2.float8_all_gather else formula
+    return f"({formula} - {group.of.in_float8})" if plan.recipe.fsdp2.float8_all_gather else formula
 
 
 def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[Line, ...]:
@@ -49,12 +49,12 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
     ``copied``: the part of the group that is copied. Frozen weights beside adapters have the compute dtype already, unless they
     are in host memory.
     """
-    if not (plan.width.mixed or plan.offloaded or plan.recipe.fsdp2.float8_all_gather) or not copied.numel:
+    if not (plan.width.mixed or plan.offloaded or plan.recipe.fsdp2.float8_all_gather) or not copied.of.numel:
         return ()
-    n_bytes = group.gathers * plan.width.compute * copied.shard
+    n_bytes = group.gathers * plan.width.compute * copied.of.shard
     formula = group.said(n_bytes, f"{plan.width.compute}·{copied.share}{group.gate}")
     if plan.recipe.fsdp2.float8_all_gather:  # norms in 16 bits are not copied
-        narrow = group.in_float8 // group.ranks
+        narrow = group.of.in_float8 // group.ranks
         n_bytes = n_bytes - narrow if plan.width.mixed else narrow
         formula = group.said(n_bytes, f"{formula} - {narrow}" if plan.width.mixed else f"{narrow}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, this rank's chunk, cast", formula, GATHER),)
@@ -81,9 +81,9 @@ def copying_out(plan: Plan, unit: Group, group: ParamGroup) -> tuple[Line, ...]:
     if not group.are_experts:
         return _cast_alone(plan, unit, group)
     width = plan.width.compute
-    alone = width * group.by_the_way if plan.width.mixed else 0
-    n_bytes = group.narrow * width * group.padded + (1 - group.gathers) * alone
-    again = f"{group.narrow}·{width}·{group.whole}" if isinstance(group.narrow, int) else ""
+    alone = width * group.of.by_the_way if plan.width.mixed else 0
+    n_bytes = group.of.narrow * width * group.of.padded + (1 - group.gathers) * alone
+    again = f"{group.of.narrow}·{width}·{group.whole}" if isinstance(group.of.narrow, int) else ""
     formula = group.said(n_bytes, f"{again} + (1 - min(1, F-1))·{alone}" if again else "")
     return (Line(Kind.GATHER, n_bytes, "experts, cast or copied once more on their way out", formula, COPY_OUT),)
 
@@ -136,7 +136,7 @@ def own_smaller_shard(plan: Plan, unit: Group) -> tuple[Line, ...]:
 def reduce_input(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return the input of a reduce-scatter: the whole group in the reduction's dtype. [bytes]"""
     width = plan.reduce_bytes
-    return (sized(Kind.REDUCE, width, group.padded, f"{group.words}, reduce-scatter input", REDUCE, group.whole),)
+    return (sized(Kind.REDUCE, width, group.of.padded, f"{group.words}, reduce-scatter input", REDUCE, group.whole),)
 
 
 def copied_width(plan: Plan) -> tuple[Int, str]:
@@ -158,7 +158,7 @@ def copied_or_reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
         formula = _of_experts(plan, group, formula)
         return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, _EXPERTS_REDUCED, formula, REDUCE),)
     out = reduce_output_width(plan)
-    made = maximum(copied * group.numel, out * group.shard)
+    made = maximum(copied * group.of.numel, out * group.of.shard)
     reason = f"{group.words}, while copied in, or the reduce-scatter output"
     return (Line(Kind.UNSHARDED_GRADIENTS, made, reason, f"max({formula}·{group.plain}, {out}·{group.share})", REDUCE),)
 
@@ -172,29 +172,27 @@ def experts_copied_or_reduced(plan: Plan, group: ParamGroup, copied: Int) -> Int
     """
     out = reduce_output_width(plan)
     if plan.of_torch_2_15:
-        return maximum(copied * group.numel, out * group.shard)
-    narrow, named = group.narrow * copied * group.last, group.gathers * copied * group.last
-    divided = (1 - group.gathers) * plan.reduce_bytes * group.padded
-    return maximum(copied * group.numel + narrow, out * group.shard + named, plan.reduce_bytes * group.shard + divided)
+        return maximum(copied * group.of.numel, out * group.of.shard)
+    narrow, named = group.of.narrow * copied * group.of.last, group.gathers * copied * group.of.last
+    divided = (1 - group.gathers) * plan.reduce_bytes * group.of.padded
+    return maximum(copied * group.of.numel + narrow, out * group.of.shard + named, plan.reduce_bytes * group.of.shard + divided)
 
 
 def reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
     """Return the reduce-scatter output of a group, with its cast. [bytes]"""
     width = reduce_output_width(plan)
-    formula = group.said(width * group.shard, f"{width}·{group.share}")
-    return (Line(Kind.REDUCE, width * group.shard, f"{group.words}, reduce-scatter output", formula, REDUCE),)
+    formula = group.said(width * group.of.shard, f"{width}·{group.share}")
+    return (Line(Kind.REDUCE, width * group.of.shard, f"{group.words}, reduce-scatter output", formula, REDUCE),)
 
 
-def still_named(plan: Plan, last: int) -> Line:
+def still_named(plan: Plan, last: int, which: str = "the last of its gradients") -> Line:
     """Return the last gradient of a unit, which a local of ``foreach_reduce`` holds until it returns. [bytes]
 
     Only a loop over several ranks' chunks assigns that local.
     """
     width = copied_width(plan)[0]
     formula = f"{product(width, last)}·min(1, N-1)" if isinstance(width, int) else ""
-    return Line(
-        Kind.UNSHARDED_GRADIENTS, plan.gathers * width * last, "the last of its gradients, still named", formula, REDUCE
-    )
+    return Line(Kind.UNSHARDED_GRADIENTS, plan.gathers * width * last, f"{which}, still named", formula, REDUCE)
 
 
 _EXPERTS_REDUCED = "the experts' while copied in, or the reduce-scatter output"
@@ -204,9 +202,9 @@ def _of_experts(plan: Plan, group: ParamGroup, copied: str) -> str:
     out = reduce_output_width(plan)
     if plan.of_torch_2_15:
         return f"max({copied}·{group.plain}, {out}·{group.share})"
-    if not isinstance(group.narrow, int):
+    if not isinstance(group.of.narrow, int):
         return ""
-    last, named = f"{group.narrow}·{copied}·{group.last}", f"min(1, F-1)·{copied}·{group.last}"
+    last, named = f"{group.of.narrow}·{copied}·{group.of.last}", f"min(1, F-1)·{copied}·{group.of.last}"
     alone = f"{plan.reduce_bytes}·{group.share} + (1 - min(1, F-1))·{plan.reduce_bytes}·{group.whole}"
     return f"max({copied}·{group.plain} + {last}, {out}·{group.share} + {named}, {alone})"
 
@@ -220,7 +218,7 @@ def waiting_gradients(plan: Plan, group: ParamGroup) -> tuple[Line]:
     if not plan.recipe.sync_every_micro_batch and not plan.adds_up:
         copied, formula = copied + plan.several * plan.width.compute, f"{formula} + {plan.width.compute}·M"
     reason = f"{group.words}, made"
-    return (Line(Kind.UNSHARDED_GRADIENTS, copied * group.numel, reason, f"({formula})·{group.plain}", REDUCE),)
+    return (Line(Kind.UNSHARDED_GRADIENTS, copied * group.of.numel, reason, f"({formula})·{group.plain}", REDUCE),)
 
 
 def fresh_shard(plan: Plan, group: ParamGroup) -> tuple[Line]:
@@ -231,4 +229,4 @@ def fresh_shard(plan: Plan, group: ParamGroup) -> tuple[Line]:
     once, first = (1 - plan.several, "(1-M)·") if plan.recipe.sync_every_micro_batch else (1, "")
     stored = plan.width.stored
     reason = f"{group.words}, this rank's chunk of the gradients"
-    return (Line(Kind.GRADIENTS, once * stored * group.shard, reason, f"{first}{stored}·{group.share}", REDUCE),)
+    return (Line(Kind.GRADIENTS, once * stored * group.of.shard, reason, f"{first}{stored}·{group.share}", REDUCE),)

@@ -251,13 +251,6 @@ def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
     out = f"{buffers.reduce_output_width(plan)}·P_{symbol}/N"
     reason = "reduce-scatter output of the root group"
     trace.put("output of the root", Line(Kind.REDUCE, buffers.reduce_output_bytes(plan, root), reason, out, REDUCE))
-    trace.put("still named", *(() if plan.of_torch_2_15 else (_still_named(plan),)))
+    if not plan.of_torch_2_15:
+        trace.put("still named", lines.still_named(plan, plan.last_root_elements, "root group's last one"))
     trace.put("stepping", *plan.stepping(in_block=False))
-
-
-def _still_named(plan: Plan) -> Line:
-    """Return the root group's last gradient, if a local of a loop over several ranks' chunks holds it."""
-    named, width = plan.last_root_elements, plan.width.compute
-    formula = f"{product(width, named)}·min(1, N-1)"
-    reason = "root group's last one, still named"
-    return Line(Kind.UNSHARDED_GRADIENTS, plan.gathers * width * named, reason, formula, REDUCE)

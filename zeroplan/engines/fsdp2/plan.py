@@ -329,7 +329,7 @@ def plan_of(
     narrow = recipe.fsdp2.float8_layers is not None  # layers without float8 are recomputed like the others
     recomputes = tuple(compute.recompute if narrow else recompute_of(run, compute) for run in cut.tree.runs)
     frozen_width = width.stored if model.frozen_as_trained else width.compute
-    buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *_older_tables(model, recipe))
+    buffers = (*held_buffers(model, cut.tree, width.compute), *tables, *tables_in_layers(model, recipe, frozen_width))
     here, there = _held(_states(cut, tensors, recipe, frozen_width, updated), buffers, recipe, cut)
     if {"te-float8", "te-experts"} <= set(recipe.fused_parts):
         from zeroplan.transformer.families.te_float8 import cached  # noqa: PLC0415  keeps start-up fast
@@ -399,11 +399,6 @@ def _states(
     parameters, symbol = parameter_lines(cut, width, frozen=frozen_width)
     optimizer = state_lines(recipe.optimizer, implementation_of(recipe), tensors, width.stored, symbol=updated or symbol)
     return (*parameters, *cut.beside, *optimizer)
-
-
-def _older_tables(model: ModelSpec, recipe: RecipeSpec) -> tuple[Line, ...]:
-    width = widths(recipe.precision)
-    return tables_in_layers(model, recipe, width.stored if model.frozen_as_trained else width.compute)
 
 
 def _of_the_ranks(recipe: RecipeSpec, mesh: Mesh, batch: Batch, *, keeps_gradients: bool) -> dict[str, Any]:

@@ -238,7 +238,7 @@ class Runtime:
                 continue
             if index == len(unit.parts.trained) - 1:
                 self.drop_reduce_inputs()
-            if group.numel:
+            if group.of.numel:
                 self.foreach_reduce(unit, index, group)
         self.memory.drop("shard of the experts")
 

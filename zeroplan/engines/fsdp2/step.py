@@ -337,7 +337,7 @@ class MicroBatch:
         If no gradient reaches it, it is at most prefetched for a backward that never runs.
         """
         plan, trace = self.plan, self.trace
-        if not unit.parts.trained[0].numel and not plan.recomputed:
+        if not unit.parts.trained[0].of.numel and not plan.recomputed:
             return
         trace.at(f"backward: unsharding {unit.name}", Phase.BACKWARD)
         trace.put("entering", buffers.flowing(plan, "gradient that flows into the embedding"))
@@ -345,7 +345,7 @@ class MicroBatch:
         trace.drop("the embedding's smaller shard")
         if plan.at_embedding is None:
             trace.at("backward of the embedding", Phase.BACKWARD)
-            made = sum(group.numel for group in unit.parts.trained)
+            made = sum(group.of.numel for group in unit.parts.trained)
             trace.put("made", buffers.root_gradients(plan, made, made))
         else:
             trace.drop("entering")

@@ -100,6 +100,7 @@ def _made(at: int, job: Job) -> Rank:
     padded, by_muon = Padded(inside + ends, experts, in_fp8(job, counts)), job.recipe.optimizer == "muon"
     if job.recipe.zero_stage == WEIGHTS_TOO:
         padded = _padded(counts, job)
+    whole = Owned(matrices + padded.experts, padded.beside - matrices)
     return Rank(
         at,
         padded.beside,
@@ -113,12 +114,8 @@ def _made(at: int, job: Job) -> Rank:
         each,
         schedule,
         frozen,
-        _by_muon(each, Owned(matrices + padded.experts, padded.beside - matrices), job, at) if by_muon else None,
+        owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=first, last=last) if by_muon else None,
     )
-
-
-def _by_muon(each: tuple[Counts, ...], whole: Owned, job: Job, at: int) -> Owned:
-    return owned_by(each, whole, job, (sharers(job), expert_sharers(job)), first=at == 0, last=at == int(job.mesh.pp) - 1)
 
 
 def _padded(counts: Counts, job: Job) -> Padded:

@@ -46,7 +46,10 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
     """Yield the lines of weights, gradients and optimizer states. [bytes]"""
     recipe = job.recipe
     width, (share, shared) = bytes_of(recipe), updated_by(rank, job)
-    whole = _in_buffers(rank)
+    whole = (
+        rank.elements + rank.experts + rank.padding,
+        "(D_rank + X_rank)" if rank.muon is None else "(D_rank + X_rank + P_rank)",
+    )
     weights, named = (share, shared) if recipe.zero_stage == WEIGHTS_TOO else whole
     if recipe.megatron.fp8_format is not None:
         narrow, line = _weights_in_fp8(rank, job)
@@ -71,13 +74,6 @@ def states_of(rank: Rank, job: Job) -> Iterator[Line]:
         return
     both = 8 if recipe.megatron.optimizer_offload_fraction else _moments(recipe)
     yield sized(Kind.OPTIMIZER_STATE, both, share, "momentum and variance", OPTIMIZER, shared)
-
-
-def _in_buffers(rank: Rank) -> tuple[Int, str]:
-    """Return the elements of the buffers of weights, and of gradients, on a rank that has all of them, and the formula."""
-    if rank.muon is None:
-        return rank.elements + rank.experts, "(D_rank + X_rank)"
-    return rank.elements + rank.experts + rank.padding, "(D_rank + X_rank + P_rank)"
 
 
 def _moments(recipe: RecipeSpec) -> int:

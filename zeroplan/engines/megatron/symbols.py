@@ -28,7 +28,8 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     yield from _symbols_of_muon(rank, job)
     yield from symbols_in_fp8(rank, job)
     yield from symbols_on_host(rank, job)
-    yield from _symbols_of_shards(rank, job)
+    if (sharding := sharding_of(rank, job)) is not None:
+        yield from sharding.symbols(sharding.backwards(lasts_of(rank, job), layers_of_a_checkpoint(job.recipe)))
     for at, elements in made_gradients(rank, job).items():
         yield Symbol(f"A_{at}", elements, f"gradients that a backward has made, at the moment: {at}")
     yield Symbol("N_opt", sharers(job), "ranks that share the optimizer's states")
@@ -53,13 +54,6 @@ def _symbols_of_muon(rank: Rank, job: Job) -> Iterator[Symbol]:
         yield Symbol("A_own", rank.muon.others, "parameters that this rank updates with Adam beside Muon")
         yield Symbol("P_rank", rank.padding, "padding of the buffers, in which no matrix is on two ranks")
         yield Symbol("Y_step", muon_step(job).n_bytes, "bytes of the Newton-Schulz iterates")
-
-
-def _symbols_of_shards(rank: Rank, job: Job) -> tuple[Symbol, ...]:
-    sharding = sharding_of(rank, job)
-    if sharding is None:
-        return ()
-    return tuple(sharding.symbols(sharding.backwards(lasts_of(rank, job), layers_of_a_checkpoint(job.recipe))))
 
 
 def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator[Symbol]:

@@ -47,9 +47,9 @@ def gathered_at_once(plan: Plan) -> tuple[Line, Line]:
         for group in reversed(
             param_groups(unit, plan.gathers, "", plan.n)
         ):  # experts that no other rank has are copied at the end
-            own = group.gathers * width * group.padded + total_bytes(copying_out(plan, unit, group)) * group.are_experts
+            own = group.gathers * width * group.of.padded + total_bytes(copying_out(plan, unit, group)) * group.are_experts
             most = maximum(most, own - missing)
-            missing = missing + (1 - group.gathers) * width * group.padded
+            missing = missing + (1 - group.gathers) * width * group.of.padded
     return together, sized(Kind.GATHER, 1, most, "the buffer of the group that is copied out", AT_ONCE)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.fsdp2.buffers import reduce_input, reduce_output_bytes
-from zeroplan.engines.fsdp2.groups import Apart, Group, param_groups
+from zeroplan.engines.fsdp2.groups import Group, param_groups
 from zeroplan.engines.fsdp2.lines import experts_copied_or_reduced
 from zeroplan.engines.fsdp2.plan import REDUCE, Plan
 from zeroplan.engines.pipeline.lines import (
@@ -27,7 +27,7 @@ from zeroplan.engines.pipeline.lines import (
 from zeroplan.engines.pipeline.waiting import Rank
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import maximum
+from zeroplan.numeric import Int, maximum
 
 
 class _Reduction(NamedTuple):
@@ -56,7 +56,7 @@ def reducing(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[Mom
     for head in others:
         if head.numel:
             alive = one.alive(_Reduction(none, plan.every_layer, 1, 0))
-            yield one.reduction(head, plan.last_root_elements, "the last norm and the head", alive)
+            yield one.reduction(head, one.taken(head, plan.last_root_elements), "the last norm and the head", alive)
 
 
 class _Reducing:
@@ -76,7 +76,7 @@ class _Reducing:
             yield taking_its_share(plan._replace(reduce_bytes=self.width), self.alive(reduction))
         root = plan.ends is None
         last, name = (plan.last_root_elements, "the root group") if root else (first.numel, "the embedding")
-        yield self.reduction(first, last, name, self.alive(reduction))
+        yield self.reduction(first, self.taken(first, last), name, self.alive(reduction))
 
     def blocks(self, after_outside: int) -> Iterator[Moment]:
         """Yield the first and the last block of each kind."""
@@ -92,12 +92,36 @@ class _Reducing:
 
     def block(self, run: int, alive: tuple[Line, ...], *, is_first: bool) -> Iterator[Moment]:
         """Yield the reduction of a block of a kind."""
-        plan = self.plan
-        last, name = sizes_of_block(plan, run)[-1], f"the {'first' if is_first else 'last'} {plan.runs[run].kind} block"
+        plan, name = self.plan, f"the {'first' if is_first else 'last'} {self.plan.runs[run].kind} block"
+        group = plan.trained_blocks[run]
         if plan.blocks[run].experts is None:
-            yield self.reduction(plan.trained_blocks[run], last, name, alive)
+            yield self.reduction(group, self.taken(group, sizes_of_block(plan, run)[-1]), name, alive)
             return
-        yield from _with_experts(plan, run, self.width, name, (alive, _input_before(plan, run, is_first=is_first)))
+        before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
+        yield from self.with_experts(run, name, alive, before)
+
+    def with_experts(self, run: int, name: str, alive: tuple[Line, ...], before: Group) -> Iterator[Moment]:
+        """Yield the reduction of a block's other parameters, while its experts are unsharded, and then that of the experts.
+
+        The input of the reduction ``before``, of the same group unless it is the first, lives until the experts' begins.
+        """
+        plan, width, unit = self.plan, self.width, self.plan.blocks[run]
+        others, experts, (_, theirs) = unit.beside_experts, unit.of_experts, param_groups(unit, plan.gathers, "", plan.n)
+        there = (
+            sized(Kind.UNSHARDED_PARAMETERS, plan.width.compute, experts.padded, "its experts, unsharded", REDUCE),
+            sized(Kind.UNSHARDED_GRADIENTS, width, experts.numel, "its experts' gradients", REDUCE),
+            plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),
+        )
+        last = [one.numel for one in plan.runs[run].parameters if one.active_share == (1, 1)][-1]
+        yield self.reduction(others, self.taken(others, last), f"{name} beside its experts", (*alive, *there))
+        reason = "this rank's chunk of the gradients beside its experts"
+        shards = sized(Kind.GRADIENTS, plan.width.stored, others.shard, reason, REDUCE)
+        apart_too = 0 if plan.reduce_bytes == plan.width.stored else plan.reduce_bytes  # the all-reduce's own is a copy then
+        reason = "all-reduce over replicas of the gradients beside its experts, held"
+        held = sized(Kind.REDUCE, apart_too, plan.replicated * others.shard, reason, REDUCE)
+        named = experts.gathers * named_bytes(plan, width, experts.last) + reduce_output_bytes(plan, experts)
+        taken = maximum(experts_copied_or_reduced(plan, theirs, width), named)
+        yield self.reduction(experts, taken, f"the experts of {name}", (*alive, shards, held))
 
     def alive(self, reduction: _Reduction) -> tuple[Line, ...]:
         """Return the lines beside the current unit: gradients or shards of the others, and units that are not resharded yet."""
@@ -111,13 +135,16 @@ class _Reducing:
             unsharded_parameters(plan, reduction.after, "blocks not sharded again yet", plan.outside[at:]),
         )
 
-    def reduction(self, group: Group, last: int, name: str, alive: tuple[Line, ...]) -> Moment:
-        """Return the moment of a reduction: gradients copied into its input, then its output beside the ``last`` gradient."""
-        plan = self.plan
-        n_bytes = maximum(self.width * group.numel, reduce_output_bytes(plan, group) + named_bytes(plan, self.width, last))
+    def taken(self, group: Group, last: int) -> Int:
+        """Return the gradients copied into a reduction's input, or its output beside the ``last`` gradient. [bytes]"""
+        named = named_bytes(self.plan, self.width, last)
+        return maximum(self.width * group.numel, reduce_output_bytes(self.plan, group) + named)
+
+    def reduction(self, group: Group, n_bytes: Int, name: str, alive: tuple[Line, ...]) -> Moment:
+        """Return the moment of a reduction: its input, and the ``n_bytes`` beside it."""
         reason = "its gradients while copied in, or the reduce-scatter output and the last of them"
         made = sized(Kind.UNSHARDED_GRADIENTS, 1, n_bytes, reason, REDUCE)
-        into = plain(reduce_input(plan, group, "reduce-scatter input"))
+        into = plain(reduce_input(self.plan, group, "reduce-scatter input"))
         return Moment(f"reducing {name}", Phase.BACKWARD, (*alive, into, made))
 
 
@@ -130,54 +157,3 @@ def _done(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...]) -> It
             "all-reduces over replicas, held until all are over",
         )
         yield sized(Kind.REDUCE, plan.reduce_bytes, held, reason, REDUCE)
-
-
-def _with_experts(
-    plan: Plan, run: int, width: int, name: str, there: tuple[tuple[Line, ...], tuple[Line, ...]]
-) -> Iterator[Moment]:  # fmt: skip
-    """Yield the reduction of a block's other parameters, while its experts are unsharded, and then that of the experts.
-
-    ``there``: lines alive in both, and lines alive only in the first. Gradients are ``width`` bytes wide until then.
-    """
-    alive, waiting = there
-    group = plan.blocks[run]
-    apart = _apart(group)
-    others = group.beside_experts
-    theirs = (
-        sized(Kind.UNSHARDED_PARAMETERS, plan.width.compute, apart.padded, "its experts, unsharded", REDUCE),
-        sized(Kind.UNSHARDED_GRADIENTS, width, apart.numel, "its experts' gradients", REDUCE),
-    )
-    last = [one.numel for one in plan.runs[run].parameters if one.active_share == (1, 1)][-1]
-    made = maximum(width * others.numel, reduce_output_bytes(plan, others) + named_bytes(plan, width, last))
-    reason = "gradients beside its experts while copied in, or the reduce-scatter output and the last gradient"
-    copied = sized(Kind.UNSHARDED_GRADIENTS, 1, made, reason, REDUCE)
-    into = plain(reduce_input(plan, others, "reduce-scatter input of what is not the experts'"))
-    yield Moment(f"reducing {name} beside its experts", Phase.BACKWARD, (*alive, *theirs, *waiting, into, copied))
-    reason = "this rank's chunk of the gradients beside its experts"
-    shards = sized(Kind.GRADIENTS, plan.width.stored, others.shard, reason, REDUCE)
-    apart_too = 0 if plan.reduce_bytes == plan.width.stored else plan.reduce_bytes  # the all-reduce's own is a copy then
-    reason = "all-reduce over replicas of the gradients beside its experts, held"
-    held = sized(Kind.REDUCE, apart_too, plan.replicated * others.shard, reason, REDUCE)
-    into = sized(Kind.REDUCE, plan.reduce_bytes, apart.padded, "reduce-scatter input of its experts", REDUCE)
-    lines = (*alive, shards, held, into, _experts_made(plan, group, apart, width))
-    yield Moment(f"reducing the experts of {name}", Phase.BACKWARD, lines)
-
-
-def _experts_made(plan: Plan, group: Group, apart: Apart, width: int) -> Line:
-    """Return the experts' gradients in their reduction. A variable holds the last one until it ends."""
-    _, theirs = param_groups(group, plan.gathers, "", plan.n)
-    copied = experts_copied_or_reduced(plan, theirs, width)
-    named = apart.gathers * named_bytes(plan, width, apart.last) + reduce_output_bytes(plan, group.of_experts)
-    reason = "the experts' while copied in, or the reduce-scatter output"
-    return sized(Kind.UNSHARDED_GRADIENTS, 1, maximum(copied, named), reason, REDUCE)
-
-
-def _input_before(plan: Plan, run: int, *, is_first: bool) -> tuple[Line, ...]:
-    """Return the input of the previous reduction, of the same group unless it is the first; it lives until the experts' begins."""
-    before = plan.outside[0] if is_first and not run else plan.blocks[run - is_first]
-    return (plain(reduce_input(plan, before.of_experts, "reduce-scatter input of what was reduced before")),)
-
-
-def _apart(group: Group) -> Apart:
-    assert group.experts is not None  # noqa: S101  asked of blocks with experts only
-    return group.experts

@@ -58,18 +58,15 @@ def first_half(rank: Rank, state: State, common: tuple[Line, ...]) -> Iterator[M
         block = split.blocks[position.run]
         alive = (*common, _waits(behind + split.held(position.after)))
         yield from _through(block, position, (*alive, *_gradients_left(plan, position, state, itself=True)))
-        yield from _taking_up(plan, position, state, (*alive, _gradients(block.held)))
+        reason = "gradients of this block, waiting for the second half"
+        held = sized(Kind.ACTIVATION_GRADIENTS, 1, block.held, reason, SPLIT_BACKWARD)
+        yield from _taking_up(plan, position, state, (*alive, held))
     if stage.stage.is_last and state.fresh[state.chunk]:
         yield from _taking_up_root(plan, state, (*common, _waits(behind + split.held(plan.every_layer))))
 
 
 def _waits(n_bytes: Int) -> Line:
     return sized(Kind.ACTIVATION_GRADIENTS, 1, n_bytes, WAITING, SPLIT_BACKWARD)
-
-
-def _gradients(n_bytes: Int) -> Line:
-    reason = "gradients of this block, waiting for the second half"
-    return sized(Kind.ACTIVATION_GRADIENTS, 1, n_bytes, reason, SPLIT_BACKWARD)
 
 
 def _through(block: SplitBackward, position: Position, alive: tuple[Line, ...]) -> Iterator[Moment]:
@@ -160,7 +157,7 @@ class _Making(NamedTuple):
 
 def _one_by_one(stage: StagePlan, split: Split) -> Iterator[tuple[str, _Making]]:
     """Yield the weights of the blocks at which memory can peak, and of the modules after the blocks."""
-    ways = [_sums(block.weights) for block in split.blocks]
+    ways = [(sum(one.numel for one in of.weights), added_up(one.freed for one in of.weights)) for of in split.blocks]
     for position in stage.positions:
         made, freed = _of_blocks(ways, position.before)
         last = 0 if position.previous_run is None else split.blocks[position.previous_run].weights[-1].numel
@@ -177,10 +174,6 @@ def _through_weights(weights: tuple[Weights, ...], last: int, made: int, freed: 
     for one in weights:
         yield _Making(one, last, made, freed)
         last, made, freed = one.numel, made + one.numel, freed + one.freed
-
-
-def _sums(weights: tuple[Weights, ...]) -> tuple[int, Int]:
-    return sum(one.numel for one in weights), added_up(one.freed for one in weights)
 
 
 def _of_blocks(ways: list[tuple[int, Int]], layers: tuple[int, ...]) -> tuple[int, Int]:

@@ -24,7 +24,7 @@ from zeroplan.spec.recipe import RecipeSpec
 from zeroplan.transformer.blocks import At, BackwardPoint
 from zeroplan.transformer.families.split_backward import SplitBackward, split_block, split_ending
 from zeroplan.transformer.families.tags import SAVED
-from zeroplan.transformer.parameters import BlockRun, Layout
+from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import layout
 
 CHECKPOINT = "torch 2.13, torch/utils/checkpoint.py, _checkpoint_without_reentrant_generator"
@@ -209,7 +209,10 @@ def layers_of(model: ModelSpec, stage: Stage, *, tp: int = 1, ep: int = 1) -> tu
     fewer = replace(model, num_hidden_layers=stage.layers, moe=moe, frozen=_frozen_of(model, stage))
     tree = layout_of_a_rank(fewer, tp=tp, ep=ep)
     if model.adapter is not None and not stage.is_first:
-        tree = tree._replace(runs=_followed(fewer, tree))
+        # a stage whose input needs a gradient: its first block is like the others
+        kind = layout(replace(fewer, adapter=None)).runs[0].kind
+        runs = tuple(run._replace(kind=kind) if run.kind == "first" else run for run in tree.runs)
+        tree = tree._replace(runs=runs)
     embeddings, tail = tree.embeddings if stage.is_first else (), tree.tail if stage.is_last else ()
     return fewer, tree._replace(embeddings=embeddings, tail=tail)
 
@@ -222,12 +225,6 @@ def _frozen_of(model: ModelSpec, stage: Stage) -> FrozenSpec | None:
     parts = ",".join(name for name in model.frozen.names if ends[name])
     layers = min(stage.layers, max(0, model.frozen.layers - stage.start))
     return FrozenSpec(parts=parts, layers=layers) if parts or layers else None
-
-
-def _followed(fewer: ModelSpec, tree: Layout) -> tuple[BlockRun, ...]:
-    """Return the runs of a stage with adapters whose input needs a gradient: its first block is like the others."""
-    kind = layout(replace(fewer, adapter=None)).runs[0].kind
-    return tuple(run._replace(kind=kind) if run.kind == "first" else run for run in tree.runs)
 
 
 @lru_cache(maxsize=4096)

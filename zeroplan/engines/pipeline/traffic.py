@@ -26,15 +26,15 @@ def collectives(
     stages: tuple[StagePlan, ...], place: Place, mesh: Mesh, batch: Batch, model: ModelSpec
 ) -> tuple[Collective, ...]:
     """Return every collective and every send of one optimizer step of a rank; ``batch`` is the rank's."""
-    split = (call for stage in stages for call in _among_split_ranks(stage, mesh, batch, model))
+    split = (
+        call for one in stages
+        for call in among_split_ranks(
+            one.plan, mesh, batch, model, reductions=1, embeds=one.stage.is_first, ends=one.stage.is_last, accumulated=True
+        )
+    )  # fmt: skip
     of_blocks, of_stages = gathers(place, resharded=bool(stages[0].plan.reshard)), unshards(place)
     every = zip(stages, of_blocks, of_stages, strict=True)
     return (*(call for one in every for call in _of_stage(*one, mesh)), *split, *_sends(stages, mesh, batch))
-
-
-def _among_split_ranks(stage: StagePlan, mesh: Mesh, batch: Batch, model: ModelSpec) -> Iterator[Collective]:
-    ends = {"embeds": stage.stage.is_first, "ends": stage.stage.is_last}
-    return among_split_ranks(stage.plan, mesh, batch, model, reductions=1, **ends, accumulated=True)
 
 
 def _of_stage(stage: StagePlan, gathers: Gathers, once: Gathers, mesh: Mesh) -> Iterator[Collective]:

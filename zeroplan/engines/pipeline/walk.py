@@ -9,6 +9,7 @@ Source: torch 2.13, torch/distributed/pipelining/_backward.py, ``stage_backward_
 ``backward_one_chunk`` and ``backward_weight_one_chunk``.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import ge
@@ -107,16 +108,12 @@ def gathers(place: Place, *, resharded: bool) -> tuple[Gathers, ...]:
         return (Gathers(place.micro_batches, 1),)
     if place.schedule == "1f1b":
         return (Gathers(ahead, place.micro_batches - ahead + 1),)
-    walk = _walked(place, resharded=True)
-    whole = unshards(place)
+    walk, whole = _walked(place, resharded=True), unshards(place)
+    sharded = Counter((state.kind, state.chunk, state.whole[state.chunk]) for state in walk)
     return tuple(
-        Gathers(*(times + _sharded(walk, kind, chunk) for kind, times in zip(_FULL, whole[chunk], strict=True)))
+        Gathers(*(times + sharded[kind, chunk, False] for kind, times in zip(_FULL, whole[chunk], strict=True)))
         for chunk in range(place.chunks)
     )
-
-
-def _sharded(walk: Iterable[State], kind: str, chunk: int) -> int:
-    return sum((state.kind, state.chunk, state.whole[chunk]) == (kind, chunk, False) for state in walk)
 
 
 def _walked(place: Place, *, resharded: bool, widened: bool = False) -> list[State]:

@@ -157,7 +157,7 @@ class Step(UnitPass):
     def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:  # noqa: ARG002  moments need it
         """Copy the chunk from host memory, if it is there, and cast it, parameter by parameter."""
         plan, log, width = self.plan, self.log, self.plan.width.compute
-        copied, is_smaller = int(unit.parts.copied_groups[index].shard), log.has(unit.smaller(index))
+        copied, is_smaller = int(unit.parts.copied_groups[index].of.shard), log.has(unit.smaller(index))
         if plan.offloaded and not is_smaller:
             for whole, stored in zip(*self.each(unit, index)[::2], strict=True):
                 self._fetch("chunk", whole // int(unit.parts.groups[index].ranks), stored)
@@ -177,7 +177,7 @@ class Step(UnitPass):
     def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """Copy a group out. Experts sharded along dim 1 are concatenated first; a single rank casts or fetches each parameter."""
         width, log, each = self.plan.width.compute, self.log, self.each(unit, index)
-        for elements in each.whole if group.narrow else ():
+        for elements in each.whole if group.of.narrow else ():
             log.request("joined", width * elements, Kind.GATHER, "experts, before they are put in order")
         for at, elements in enumerate(each.whole):
             if not group.gathers:
@@ -321,10 +321,10 @@ class Step(UnitPass):
         for elements in self.each(unit, index).norms:
             log.call("all_reduce", width * elements, plan.tp, Among.TENSOR)
         in_2_13, each = not plan.of_torch_2_15, self.each(unit, index).gradients
-        if group.narrow and in_2_13:
+        if group.of.narrow and in_2_13:
             self._put_in_order(key, each, width)
         log.put(self.reduce_input(unit, index), *self._once(lines.reduce_input, group))
-        if group.gathers and not group.narrow and in_2_13:
+        if group.gathers and not group.of.narrow and in_2_13:
             log.part(key, width * each[-1], "named")
         log.release(key, "in order")
         self._reduced(group, ("shard", unit.name, index))
@@ -343,7 +343,7 @@ class Step(UnitPass):
         With replicas the all-reduce holds it until the backward ends. If no other rank has the same experts, the sum is divided
         out of place.
         """
-        plan, log, elements = self.plan, self.log, int(group.shard)
+        plan, log, elements = self.plan, self.log, int(group.of.shard)
         log.stream = REDUCES
         there, held = log.has(shard) or plan.offloaded, "all-reduced" if plan.replicated else "reduced"
         n_bytes = plan.reduce_bytes * elements

@@ -192,7 +192,7 @@ def silu_gate(tape: Tape, both: Value) -> Value:
     gate, up = op.chunk(tape, both, (P_own * m, P_own * m), Site("experts: gates and ups", EXPERTS))
     active = op.pointwise(tape, gate, "experts: silu of the gate", EXPERTS)
     reason = "experts: gated product, input of the down projection"
-    made = op.product(tape, active, up, reason, EXPERTS)
+    made = op.product(tape, active, up, reason, Site("experts: gated product", EXPERTS))
     tape.release(active, gate, up, both)
     return made
 

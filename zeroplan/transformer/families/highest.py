@@ -1,11 +1,10 @@
 """Selects the moments of a tape where memory can peak for some batch: those that no other moment exceeds in every amount."""
 
-from itertools import chain
 from typing import NamedTuple
 
 from zeroplan.expr import Monomial, Size
 from zeroplan.ledger import OffGpu
-from zeroplan.transformer.families.tape import Alive
+from zeroplan.transformer.families.tape import Alive, Store
 
 #: Amounts, each with larger or equal ones. A model has at least as many features as heads, and at least one head. Keys are at
 #: most as wide as queries. A norm's weight has a token's width. The rotary part of a head is part of the head. Each (token,
@@ -38,7 +37,7 @@ def highest(moments: list[Alive], *, wide: bool, autocast: bool, latent: bool = 
     attention's output have widths of their own.
     """
     counting = Counting((4 if wide else 2, 4 if wide or autocast else 2), {} if latent else _AS_WIDE, {})
-    amounts = [_amounts(moment, counting) for moment in moments]
+    amounts = _amounts_of(moments, counting)
     kept = _first_of_equals(amounts)
     strict = _strict(amounts)
     for at in reversed(kept.copy()):
@@ -53,8 +52,8 @@ def _strict(amounts: list[Amounts]) -> list[tuple[int, int]]:
     found = []
     for one in amounts:
         positive = [key for key, times in one.items() if times > 0 and key not in _AT_MOST]
-        mask = sum(bits.setdefault(key, 1 << len(bits)) for key in positive)
-        found.append((mask, sum(times for key, times in one.items() if key not in _AT_MOST)))
+        mask = sum([bits.setdefault(key, 1 << len(bits)) for key in positive])
+        found.append((mask, sum([times for key, times in one.items() if key not in _AT_MOST])))
     return found
 
 
@@ -77,6 +76,14 @@ class Counting(NamedTuple):
     known: dict[tuple[str, Monomial], tuple[tuple[Monomial, int], ...]]
     """Counted amounts, by the text of a size and its mark."""
 
+    def add(self, amounts: Amounts, size: Size, mark: Monomial, times: int = 1) -> None:
+        """Add the amounts of a size, so many times."""
+        found = self.known.get((size.text, mark))
+        if found is None:
+            found = self.known[size.text, mark] = _counted(size, self, mark)
+        for key, each in found:
+            amounts[key] = amounts.get(key, 0) + times * each
+
 
 def _first_of_equals(amounts: list[Amounts]) -> list[int]:
     """Return the first of equal moments, such as those of a ring's steps."""
@@ -86,20 +93,46 @@ def _first_of_equals(amounts: list[Amounts]) -> list[int]:
     return list(first.values())
 
 
-def _amounts(moment: Alive, counting: Counting) -> Amounts:
+def _amounts_of(moments: list[Alive], counting: Counting) -> list[Amounts]:
+    """Return the amounts of each moment, which shares most of its tensors with the moment before."""
+    found, before, held = list[Amounts](), tuple[Store, ...](), Amounts()
+    known: dict[tuple[tuple[int, ...], ...], Amounts] = {}
+    for moment in moments:
+        held = _amounts_of_stores(moment.stores, before, held, counting)
+        before, beside = moment.stores, (moment.gradients, moment.current, moment.casts)
+        same = tuple([tuple(map(id, sizes)) for sizes in beside])
+        if same not in known:
+            known[same] = _amounts_of_weights(beside, counting)
+        found.append(held | known[same])
+    return found
+
+
+def _amounts_of_weights(beside: tuple[tuple[Size, ...], ...], counting: Counting) -> Amounts:
+    """Return the amounts of gradients so far, of those being made, and of casts, each with its mark."""
     amounts: Amounts = {}
-    marked: list[tuple[Size, Monomial]] = [
-        (store.size, ("S",) if store.tag.off_gpu is OffGpu.NO_TENSOR else ()) for store in moment.stores
-    ]
-    for mark, sizes in (("W", moment.gradients), ("G", moment.current), ("C", moment.casts)):
-        marked += [(size, (mark,)) for size in sizes]
-    for size, mark_of in marked:
-        found = counting.known.get((size.text, mark_of))
-        if found is None:
-            found = counting.known[size.text, mark_of] = _counted(size, counting, mark_of)
-        for key, times in found:
-            amounts[key] = amounts.get(key, 0) + times
+    for mark, sizes in zip("WGC", beside, strict=True):
+        for size in sizes:
+            counting.add(amounts, size, (mark,))
     return amounts
+
+
+def _amounts_of_stores(stores: tuple[Store, ...], before: tuple[Store, ...], held: Amounts, counting: Counting) -> Amounts:
+    """Return the amounts of tensors, given those of others."""
+    now, then = frozenset(stores), frozenset(before)
+    if len(now) < len(stores) or len(then) < len(before):  # some count twice
+        then, before, held = frozenset(), (), {}
+    amounts = held.copy()
+    for store in before:
+        if store not in now:
+            counting.add(amounts, store.size, _mark_of(store), -1)
+    for store in stores:
+        if store not in then:
+            counting.add(amounts, store.size, _mark_of(store))
+    return {key: times for key, times in amounts.items() if times}
+
+
+def _mark_of(store: Store) -> Monomial:
+    return ("S",) if store.tag.off_gpu is OffGpu.NO_TENSOR else ()
 
 
 def _counted(size: Size, counting: Counting, mark: Monomial) -> tuple[tuple[Monomial, int], ...]:
@@ -112,13 +145,13 @@ def _counted(size: Size, counting: Counting, mark: Monomial) -> tuple[tuple[Mono
 
 def _covers(first: Amounts, second: Amounts) -> bool:
     """Whether ``first`` is at least ``second``. A surplus of a larger amount offsets a deficit of a smaller one."""
-    lacks = False
-    for key in chain(second, first):  # the common case: a difference among the first of many
-        if first.get(key, 0) < second.get(key, 0):
-            if key not in _AT_MOST:  # no larger amount can make up for it
-                return False
-            lacks = True
-    surplus = {key: first.get(key, 0) - second.get(key, 0) for key in {**first, **second}} if lacks else {}
+    differing = [key for key, _ in first.items() ^ second.items()]  # few
+    lacks = {key for key in differing if first.get(key, 0) < second.get(key, 0)}
+    if not lacks <= _AT_MOST.keys():  # no larger amount can make up for it
+        return False
+    if not lacks:
+        return True
+    surplus = {key: first.get(key, 0) - second.get(key, 0) for key in {**first, **second}}
     for key, more in sorted(surplus.items(), key=lambda pair: len(pair[0])):
         lacking = -more
         for larger in _AT_MOST.get(key, ()) if lacking > 0 else ():
