@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from zeroplan.engines.account import Account
     from zeroplan.spec.job import JobSpec
+    from zeroplan.spec.recipe import Recompute
 
 _LLAMA = {"model": "llama-2-7b"}
 _NO_SYNC = {"sync_every_micro_batch": False}
@@ -555,6 +556,23 @@ def test_what_is_not_known_is_refused_in_one_line(choices: dict[str, object], wh
     one = job(**{"model": "llama-3.2-1b", "gpus": 4, "seq_len": 128, **choices})  # type: ignore[arg-type]
     with pytest.raises(SpecError, match=f"^the requests of {what} cannot be written out yet"):
         estimate(one, replay=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "recompute", "what"),
+    [
+        ("k-exaone-236b-a23b", {"num_shared_experts": 0}, "none", "DeepSpeed stage 3 without shared experts"),
+        ("lfm2-8b-a1b", {"attention_bias": True}, "none", "biases of attention that the model's class does not have"),
+        ("llama-3.2-1b", {}, "selective", "DeepSpeed stage 3 with selective recomputation, in which DeepSpeed fails"),
+    ],
+)
+def test_what_deepspeed_cannot_run_is_refused_in_one_line(name: str, changed: dict[str, Any], recompute: Recompute, what: str):
+    one = job(model=name, gpus=8, seq_len=128, engine="deepspeed", stage=3)
+    experts = one.model.moe if "num_shared_experts" in changed else None
+    model = replace(one.model, moe=replace(experts, **changed)) if experts else replace(one.model, **changed)
+    recipe = replace(one.recipe, recompute=recompute)
+    with pytest.raises(SpecError, match=f"^the requests of {what} cannot be written out yet"):
+        requests_of(replace(one, model=model, recipe=recipe))
 
 
 class TestFiles:

@@ -160,7 +160,7 @@ def _first(as_run: tuple[Moment, ...], measured: Measurement, later_bytes: int) 
     predicted = max((int(moment.total_bytes) for moment in as_run if moment.phase is Phase.FIRST), default=0)
     if not predicted and seen <= measured.steady.peak.peak_bytes:
         return None
-    return Compared("peak of the first micro-batch", predicted or later_bytes, seen)
+    return Compared("peak of the first micro-batches", predicted or later_bytes, seen)
 
 
 def _held_bytes(answer: Estimate, as_run: Moment) -> int:

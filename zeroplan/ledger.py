@@ -55,8 +55,8 @@ class Phase(StrEnum):
     """The part of the step, or of the script, that a moment belongs to."""
 
     INIT = "initialisation"
-    FIRST = "first micro-batch"
-    """Forward and backward of the first micro-batch of all, where an engine treats it otherwise and it can be the peak.
+    FIRST = "first micro-batches"
+    """Forward and backward of the first micro-batches of all, where an engine treats them otherwise and they can be the peak.
 
     ``Moment.of_forward`` distinguishes both passes.
     """
@@ -216,7 +216,7 @@ class Moment(NamedTuple):
     lines: tuple[Line, ...]
     """Everything that is alive."""
     of_forward: bool = False
-    """Whether it belongs to the forward pass. Moments of the loss and of the first micro-batch may belong to either pass."""
+    """Whether it belongs to the forward pass. Moments of the loss and of the first micro-batches may belong to either pass."""
 
     @property
     def total_bytes(self) -> Int:

@@ -38,6 +38,7 @@ LLAMA_4 = replace(MOE, family="llama4_text", num_hidden_layers=4, layer_pattern=
 LLAMA_4 = replace(LLAMA_4, moe=_OF_EXPERTS)
 ERNIE = replace(MOE, family="ernie4_5_moe", tie_word_embeddings=True, moe=replace(_OF_EXPERTS, num_shared_experts=2))
 QWEN3_MOE = replace(MOE, family="qwen3_moe", num_hidden_layers=4)
+FALCON = tiny_spec("falcon", heads=4, kv_heads=1, head_dim=32, ffn=512, vocab=300, layers=4)
 GPT2 = tiny_spec("gpt2", heads=4, kv_heads=4, head_dim=32, ffn=512, vocab=300, layers=4)
 LONGER = BatchSpec(micro_batch_size=4, seq_len=64)
 BUCKET = 300_000
@@ -160,6 +161,7 @@ CASES = {
         excess=0.06,  # DeepSpeed waits for experts in the order of a Python set, which varies: the estimate is the costliest
     ),
     "stage 3, streaming": Case(LLAMA, recipe(3, STREAMING)),
+    "stage 3, streaming, linear layers that save views of weights": Case(FALCON, recipe(3, STREAMING)),
     "stage 3, streaming, few tokens": Case(LLAMA, recipe(3, STREAMING), batch=BatchSpec(seq_len=8), excess=0.02),
     "stage 3, streaming, recomputed": Case(LLAMA, recipe(3, STREAMING, recompute="full"), excess=0.02),
     "stage 3, streaming, small bucket": Case(LLAMA, recipe(3, STREAMING | {"reduce_bucket_size": 20_000})),

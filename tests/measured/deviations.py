@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 _CALIBRATING = 8
 #: Larger deviations count as this much in the estimate of the parts, so that a few rows do not decide.
 _LARGEST = 0.25
-#: The first size of every part, the least one (a smaller one makes no difference), and the steps in which sizes are varied.
-#: [natural logarithms]
-_START, _LEAST, _STEPS = 0.04, 0.01, (0.7, 0.35, 0.17, 0.08, 0.04, 0.02)
+#: The first size of every part; the least one, which is less than two runs of one job differ by; and the steps in which sizes are
+#: varied. [natural logarithms]
+_START, _LEAST, _STEPS = 0.04, 0.005, (0.7, 0.35, 0.17, 0.08, 0.04, 0.02)
 
 
 class Row(NamedTuple):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from statistics import median
 
 import pytest
 
 from zeroplan import BatchSpec, job
 from zeroplan.catalog.gpu import gpu
+from zeroplan.job_time import time_of
 from zeroplan.steptime.products import Machine, Passes
-from zeroplan.steptime.scans import _GATED_DELTA, _KIMI_DELTA, Rule, Scan, scan_of, scanning
+from zeroplan.steptime.scans import _GATED_DELTA, _KIMI_DELTA, Rule, Scan, moving, scan_of, scanning
 from zeroplan.steptime.tables import table_of
 from zeroplan.transformer.flops import linear_attention_flops
 
@@ -92,3 +94,35 @@ def test_the_recurrences_of_a_hybrid_model(name: str, rule: Rule | None):
     assert second.forward == pytest.approx(2 * first.forward, rel=0.1)
     at_the_rate_of_large_products = linear_attention_flops(model) * 8192 / 650e12
     assert first.forward > 1.5 * at_the_rate_of_large_products
+
+
+@pytest.mark.parametrize(("name", "channels"), [
+    ("qwen3-next-80b-a3b", 2 * 16 * 128 + 32 * 128), ("kimi-linear-48b-a3b", 3 * 32 * 128), ("granite-4.0-h-small", 8192 + 2 * 128),
+])  # fmt: skip
+def test_the_convolution_before_a_recurrence_reads_and_writes_its_channels(name: str, channels: int):
+    """causal-conv1d reads and writes two bytes per channel and token, and its backward reads two tensors and writes one."""
+    model = job(model=name, gpu="h200", gpus=8, engine="fsdp2").model
+    scan = scan_of(model, BatchSpec(seq_len=8192, micro_batch_size=1, grad_accum_steps=1), tp=1, cp=1)
+    assert scan is not None
+    moved = moving(scan)
+    assert scan.channels == channels
+    assert (moved.forward, moved.backward) == (4 * channels * 8192 * scan.layers, 6 * channels * 8192 * scan.layers)
+
+
+def test_transformers_own_gated_delta_rule_takes_many_times_as_long_as_flas():
+    """With 4,096 tokens it moves 44 kB per token and head forward and 580 kB backward: each of 64 chunks adds up whole gradients.
+
+    The loop launches 9 kernels per chunk and layer.
+    """
+    of = job(model="qwen3-next-80b-a3b", gpu="h200", gpus=8, engine="fsdp2", linear_attention="torch")
+    batch = BatchSpec(seq_len=4096, micro_batch_size=1, grad_accum_steps=1)
+    kernels, torchs = (scan_of(of.model, batch, tp=1, cp=1, in_torch=own) for own in (False, True))
+    assert kernels is not None
+    assert torchs is not None
+    ran, moved, pairs = machine("h200"), moving(torchs._replace(channels=0.0)), torchs.layers * torchs.tokens * torchs.heads
+    assert moved.forward / pairs == pytest.approx(152 * 128 + 92 * 128 + 64 * 64 + 32 * 128 * 128 / 64)
+    assert moved.backward / pairs == pytest.approx(2 * moved.forward / pairs + 16 * 64 * (4 * 128 + 64))
+    assert moved.kernels == torchs.layers * (46 + 64 * 9)
+    assert moved.forward / ran.bandwidth > 5 * scanning(kernels, ran).forward
+    assert moved.backward / ran.bandwidth > 20 * scanning(kernels, ran).backward
+    assert time_of(of).seconds > time_of(replace(of, recipe=replace(of.recipe, linear_attention="kernels"))).seconds

@@ -15,6 +15,7 @@ from zeroplan import ClusterSpec, JobSpec, SpecError, job
 from zeroplan.catalog.gpu import gpu
 from zeroplan.estimator import account_of, engine_module
 from zeroplan.ledger import Among, Collective
+from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.profile import model_of
 from zeroplan.steptime import Running, StepTime, efficiency, pointwise, step_time
 from zeroplan.steptime.launches import OUR_HOST, Launched, host_speed, launching
@@ -336,6 +337,24 @@ def test_the_launches_of_one_layer_take_as_long_as_on_a_dgx_h100():
         found[name] = launching(launched, one.recipe, "eager", host_speed(one.cluster.gpu.name), again=0.0).forward
     assert found["h100"] == pytest.approx(1.014e-3, rel=0.13)
     assert found["gb200"] == pytest.approx(37.08 / 13.48 * found["h100"])
+
+
+def test_sparse_attention_scores_all_pairs_in_fp32():
+    """DeepSeek-V3.2's indexer has 64 heads of 128. Its scores take 24 bytes per head and pair of tokens, and have no backward."""
+    one = job(model="deepseek-v3.2", gpu="h200", gpus=256, engine="fsdp2", seq_len=4096)
+    sparse, dense = (of_rank(model, one.recipe, one.batch) for model in (one.model, _without_indexer(one.model)))
+    pairs = 61 * 4096 * 4096
+    assert sparse.wide_flops == 2 * 64 * 128 * pairs
+    assert dense.wide_flops == 0
+    assert sparse.moved.forward - dense.moved.forward == pytest.approx((24 * 64 + 36) * pairs)
+    assert sparse.moved.backward == dense.moved.backward
+    assert sparse.core.flops == pytest.approx(2 * dense.core.flops, rel=1e-3)  # no kernel skips a part of a mask
+
+
+def _without_indexer(model: ModelSpec) -> ModelSpec:
+    assert model.mla is not None
+    plain = replace(model.mla, index_n_heads=0, index_head_dim=0, index_topk=0)
+    return replace(model, family="deepseek_v3", mla=plain)
 
 
 def test_selective_checkpoints_launch_through_python_and_a_compiled_step_launches_less():

@@ -65,7 +65,8 @@ def step_time(
 
 
 #: Each doubling of the nodes makes a step longer by this share of it: the medians of runs of the open half that differ in their
-#: number of GPUs alone. Where every block is gathered from all ranks, they all wait for the slowest at every block.
+#: number of GPUs alone. Where every block is gathered from all ranks, they all wait for the slowest at every block. Replicas wait
+#: for each other only where they reduce gradients.
 _PER_DOUBLING, _PER_DOUBLING_WITH_GATHERS = 0.006, 0.016
 _SLOWEST = (
     "fitted to published runs that differ in their number of GPUs alone (tests/golden/published_throughput.jsonl, open half)"
@@ -75,9 +76,13 @@ _SLOWEST = (
 def _for_the_slowest(step: Float, recipe: RecipeSpec, mesh: Mesh, per_node: int) -> Part:
     """Return how long the GPUs of several nodes wait for the slowest of them. ``step``: the other parts. [s]"""
     each = _PER_DOUBLING_WITH_GATHERS if recipe.zero_stage == 3 else _PER_DOUBLING
-    gpus = mesh.dp_replicate * mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
-    waits = step * each * log2(longest(1.0 * gpus / per_node, 1.0))
+    alike = mesh.dp_shard * mesh.tp * mesh.cp * mesh.pp
+    within = log2(longest(1.0 * alike / per_node, 1.0))
+    among = log2(longest(1.0 * mesh.dp_replicate * alike / per_node, 1.0)) - within
+    waits = step * (each * within + _PER_DOUBLING * among)
     reason = f"{each:.1%} of the step for each doubling of the nodes"
+    if recipe.zero_stage == 3 and recipe.engine == "fsdp2":
+        reason = f"{reason} of a shard group, {_PER_DOUBLING:.1%} for replicas"
     return Part("waiting for the slowest GPU", waits, 0.0 * waits, reason, _SLOWEST, Does.SENDING)
 
 
@@ -125,7 +130,9 @@ def _busy(
     split = recipe.engine == "fsdp2"
     tp, cp, ep = int(mesh.tp) if split else 1, int(mesh.cp) if split else 1, int(mesh.ep)
     sequence = as_key(batch.seq_len)
-    kernels = recipe.attention, recipe.kernels, recipe.loss == "fused", recipe.fused_parts, rates.running
+    kernels = (
+        recipe.attention, recipe.kernels, recipe.loss == "fused", recipe.fused_parts, recipe.linear_attention, rates.running,
+    )  # fmt: skip
     key = model, recipe.engine, recipe.precision, kernels, sequence, tp, cp, ep, rates.share
 
     def work_of(one: BatchSpec) -> Work:

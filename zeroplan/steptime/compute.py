@@ -131,6 +131,13 @@ class Rates(NamedTuple):
         reached = matrices_share(self.share, self.gpu.architecture, scaled, self.gpu.name)
         return Machine(self.table, dtype, peak, self.bandwidth, reached)
 
+    def wide_machine(self) -> Machine:
+        """Return the same for products in fp32; raises SpecError if the GPU has no such peak."""
+        figure = self.gpu.dense_flops_per_s.get("fp32")
+        if figure is None:
+            raise SpecError(f"GPU {self.gpu.name!r} has no rate of products in fp32, which this model needs; use another --gpu")
+        return Machine(self.table, "fp32", float(figure.value), self.bandwidth, self.share.matrices)
+
     @property
     def table(self) -> str:
         """The GPU whose measured tables stand for this one."""
@@ -322,17 +329,23 @@ def _pieces(work: Work, rates: Rates, mfu: float | None) -> Pieces:
     )
     last = seconds((one for one in work.products if one.last), work.tokens, on, accumulates=accumulates)
     rest = _shapeless(work.other_head_flops, head_on)
-    other = _twice(_shapeless(work.other_flops, on)) if work.scan is None else scanning(work.scan, head_on)
+    other = _twice(_shapeless(work.other_flops, on)) if work.scan is None else scanning(work.scan, _of_scan(work, rates))
+    scores = _shapeless(work.wide_flops, rates.wide_machine()) if work.wide_flops else 0.0
     cast = (0.0, 0.0) if rates.running.operands is None else casts(work.products, work.tokens)
     core, moved, ends = _core_seconds(work, rates), _moved(work.moved, rates), _moved(work.ends_moved, rates)
     return Pieces(
-        blocks.forward + other.forward + cast[0] / rates.bandwidth,
+        blocks.forward + other.forward + cast[0] / rates.bandwidth + scores,
         blocks.backward + other.backward + cast[1] / rates.bandwidth,
         last.forward, head.forward + rest, head.backward + MATRIX_BACKWARD * rest, core.forward, core.backward, moved.forward,
         moved.backward, ends.forward, ends.backward, work.elements, work.trained, work.model_flops,
         seconds(work.again, work.tokens, on, accumulates=False).forward + _moved(work.again_moved, rates).forward,
         work.layers, *work.moved[2:], *work.ends_moved[2:], *work.tensors,
     )  # fmt: skip
+
+
+def _of_scan(work: Work, rates: Rates) -> Machine:
+    """Return the rates of linear attention: transformers' own code multiplies in fp32."""
+    return rates.wide_machine() if work.scan is not None and work.scan.in_torch else rates.machine(None)
 
 
 def _at_given_mfu(work: Work, rate: float, recipe: RecipeSpec) -> Pieces:

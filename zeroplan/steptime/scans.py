@@ -1,15 +1,18 @@
-"""The time of linear attention's kernels: the gated delta rule and Kimi's, as fla runs them, and Mamba-2's scan.
+"""The time of linear attention: the gated delta rule and Kimi's, as fla runs them, Mamba-2's scan, and their convolutions.
 
 fla's kernels multiply small tiles in Triton, at a tenth of the rate of large products, and take as long on Hopper as on Blackwell.
 So their time is measured, by token, head and operation. A state passes from chunk to chunk, which takes a latency for every
 chunk of a sequence: few heads wait for it. No kernel is faster than reading and writing its tensors. Mamba-2's products have their
-true shapes; its times are read from the code, not measured. Leaves out transformers' own code in torch, which is slower.
+true shapes; its times are read from the code, not measured. So are those of transformers' own code of the gated delta rule, whose
+operators each read and write memory. Leaves out its own code of Kimi's rule and of Mamba-2, which takes as long as their kernels
+here.
 """
 
 from typing import NamedTuple
 
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, seconds
 from zeroplan.transformer.families.widths import CHUNK
 from zeroplan.transformer.flops import attention_layers, linear_attention_flops
@@ -42,6 +45,13 @@ _BACKWARD_MOVED = 2.5
 _WIDE = 128
 
 
+#: Families whose linear attention has no convolution.
+_WITHOUT_CONVOLUTION = ("minimax",)
+#: A depthwise convolution with SiLU, per channel and token. causal-conv1d's kernel reads and writes once; its backward reads the
+#: input and a gradient, and writes one (causal-conv1d 1.7, causal_conv1d_interface.py). In torch SiLU runs apart (read, not run).
+_CONVOLUTION, _CONVOLUTION_IN_TORCH = Moved(4, 6, 1, 1), Moved(8, 14, 2, 3)
+
+
 class Scan(NamedTuple):
     """The recurrences of one micro-batch on one GPU."""
 
@@ -58,10 +68,17 @@ class Scan(NamedTuple):
     layers: float
     rule: Rule | None
     """None for Mamba-2."""
+    channels: float = 0.0
+    """Channels of the convolution before a recurrence."""
+    in_torch: bool = False
+    """transformers' own code of the gated delta rule runs, not fla's."""
 
 
-def scan_of(model: ModelSpec, batch: BatchSpec, *, tp: int, cp: int) -> Scan | None:
-    """Return the recurrences of a micro-batch; None for a model without linear attention."""
+def scan_of(model: ModelSpec, batch: BatchSpec, *, tp: int, cp: int, in_torch: bool = False) -> Scan | None:
+    """Return the recurrences of a micro-batch; None for a model without linear attention.
+
+    ``in_torch``: without the kernels of fla, mamba_ssm and causal-conv1d.
+    """
     if model.linear is None or not linear_attention_flops(model):
         return None
     own, mamba = model.linear, bool(model.layer_pattern) and model.family != "kimi_linear"
@@ -70,17 +87,60 @@ def scan_of(model: ModelSpec, batch: BatchSpec, *, tp: int, cp: int) -> Scan | N
     rule = None if mamba else _KIMI_DELTA if model.family == "kimi_linear" else _GATED_DELTA
     chunk = own.chunk_size if mamba else CHUNK
     groups = max(1.0, own.num_key_heads / tp)
-    return Scan(tokens, sequence, own.num_value_heads / tp, own.key_head_dim, own.value_head_dim, chunk, groups, layers, rule)
+    channels = 2 * own.num_key_heads * own.key_head_dim + own.num_value_heads * own.value_head_dim
+    return Scan(
+        tokens, sequence, own.num_value_heads / tp, own.key_head_dim, own.value_head_dim, chunk, groups, layers, rule,
+        0.0 if model.family in _WITHOUT_CONVOLUTION else channels / tp, in_torch=in_torch and rule is _GATED_DELTA,
+    )  # fmt: skip
 
 
 def scanning(scan: Scan, on: Machine) -> Passes:
-    """Return the time of the recurrences' forward and backward. [s]"""
+    """Return the time of the recurrences' forward and backward; of transformers' own code only its products. [s]"""
+    if scan.in_torch:
+        forward = scan.layers * scan.tokens * scan.heads * _rule_flops(scan) / (on.share * on.peak)
+        return Passes(forward, 2.0 * forward)
     return _of_mamba(scan, on) if scan.rule is None else _of_rule(scan, scan.rule, on)
+
+
+def _rule_flops(scan: Scan) -> float:
+    """Return the operations of a gated delta rule per token and head, forward. [FLOPs]"""
+    keys, values = scan.keys, scan.values
+    return scan.chunk * (5 * keys + 3 * values) + 6 * keys * values
+
+
+#: fp32 elements that each operator of transformers' gated delta rule reads and writes in the forward, in bytes per token and head:
+#: per width of keys and of values, per token of a chunk, and per element of the state and chunk. Both first have copies of keys and
+#: queries for every head, casts, lengths, padding, products and the loop over chunks (transformers 5.23,
+#: models/qwen3_next/modeling_qwen3_next.py, ``torch_chunk_gated_delta_rule``; read, not run).
+_TORCH_KEYS, _TORCH_VALUES, _TORCH_PAIRS, _TORCH_STATES = 152.0, 92.0, 64.0, 32.0
+#: Kernels of that forward before and after the loop, and of one chunk; a backward has as many for each input as for the output.
+_TORCH_KERNELS, _TORCH_CHUNK_KERNELS, _TORCH_CHUNK_BACKWARD_KERNELS = 46.0, 9.0, 30.0
+#: The backward of a slice of one chunk writes zeros for all chunks and adds them to the gradient so far (torch 2.13,
+#: tools/autograd/derivatives.yaml, ``select``). Each chunk slices three tensors as wide as keys, one as values and its pairs.
+_SLICED = 16.0
+
+
+def moving(scan: Scan) -> Moved:
+    """Return the bytes and kernels of the convolutions, and of transformers' own code of the recurrences."""
+    convolution = _CONVOLUTION_IN_TORCH if scan.in_torch else _CONVOLUTION
+    per_token = Moved().plus(convolution, scan.tokens * scan.channels)
+    total = Moved(*(scan.layers * each for each in per_token)) if scan.channels else Moved()
+    return total.and_of(_in_torch(scan)) if scan.in_torch else total
+
+
+def _in_torch(scan: Scan) -> Moved:
+    keys, values, pairs, chunks = scan.keys, scan.values, scan.layers * scan.tokens * scan.heads, scan.sequence / scan.chunk
+    each = _TORCH_KEYS * keys + _TORCH_VALUES * values + _TORCH_PAIRS * scan.chunk + _TORCH_STATES * keys * values / scan.chunk
+    sliced = _SLICED * chunks * (3 * keys + values + scan.chunk)
+    return Moved(
+        pairs * each, pairs * (2.0 * each + sliced), scan.layers * (_TORCH_KERNELS + chunks * _TORCH_CHUNK_KERNELS),
+        scan.layers * (2.0 * _TORCH_KERNELS + chunks * _TORCH_CHUNK_BACKWARD_KERNELS),
+    )  # fmt: skip
 
 
 def _of_rule(scan: Scan, rule: Rule, on: Machine) -> Passes:
     keys, values, pairs = scan.keys, scan.values, scan.layers * scan.tokens * scan.heads
-    work = (scan.chunk * (5 * keys + 3 * values) + 6 * keys * values) / (scan.chunk * 8 * _WIDE + 6 * _WIDE**2)
+    work = _rule_flops(scan) / (scan.chunk * 8 * _WIDE + 6 * _WIDE**2)
     moved = 2 * (4 * keys + 7 * values + 2 * keys * values / scan.chunk + scan.chunk) / on.bandwidth
     chunks = scan.layers * scan.sequence / scan.chunk
 

@@ -11,7 +11,7 @@ from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
 from zeroplan.steptime.pointwise import Moved, Split
 from zeroplan.steptime.products import Product, of_block, of_head
-from zeroplan.steptime.scans import Scan, scan_of
+from zeroplan.steptime.scans import Scan, moving, scan_of
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.flops import attention_layers, attention_widths, linear_attention_flops
 from zeroplan.transformer.head import head_pass
@@ -61,6 +61,8 @@ class Work(NamedTuple):
     again: tuple[Product, ...] = ()
     """Products of the modules in Megatron's ``--recompute-modules``; ``again_moved``: their other operators' traffic."""
     again_moved: Moved = Moved()
+    wide_flops: float = 0.0
+    """Operations in fp32 in the blocks' forward that have no backward: the scores of sparse attention's indexer. [FLOPs]"""
 
     @property
     def elements(self) -> float:
@@ -131,13 +133,16 @@ def work(
             one = one.and_of(_CASTS)
         one = one.and_of(pointwise.of_adapters(model, run.parameters, tokens, autocast=_autocasts_adapters(model, recipe)))
         products, moved = products + linear, moved.and_of(Moved(*(run.layers * each for each in one)))
+    scan = scan_of(model, batch, tp=tp, cp=cp, in_torch=recipe.linear_attention == "torch")
+    scores, picking = _picking(whole, model, tokens, 1.0 * batch.seq_len)
+    moved = moved.and_of(picking) if scan is None else moved.and_of(picking).and_of(moving(scan))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None and is_frozen(model, "head"))
     fused_loss = ("cross-entropy",) if recipe.loss == "fused" else ()
     return Work(
         tokens, products, head, core_of(model, recipe, batch, ranks, attention_layers(model)), moved,
         pointwise.of_ends(model, kernels, split, (*recipe.fused_parts, *fused_loss)).and_of(multiplying(head)),
-        linear_attention_flops(model) * tokens / tp, scan=scan_of(model, batch, tp=tp, cp=cp),
-        layers=model.num_hidden_layers, tensors=_tensors(whole),
+        linear_attention_flops(model) * tokens / tp, scan=scan, layers=model.num_hidden_layers, tensors=_tensors(whole),
+        wide_flops=scores,
     )  # fmt: skip
 
 
@@ -157,7 +162,8 @@ def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks
     """Return the attention of ``layers`` layers on one rank."""
     eager, seq_len = recipe.writes_out_attention(grouped=model.has_grouped_heads), 1.0 * batch.seq_len
     tokens = batch.micro_batch_size * seq_len / ranks.cp
-    keys = seq_len if eager else (seq_len + 1) / 2.0
+    masked = model.mla is not None and model.mla.index_n_heads > 0  # a mask of its own, of which no kernel skips a part
+    keys = seq_len if eager or masked else (seq_len + 1) / 2.0
     scores = 2.0 * attention_widths(model) * keys * tokens / ranks.tp
     heads = batch.micro_batch_size * model.num_attention_heads / ranks.tp
     written = heads * seq_len * seq_len / ranks.cp if eager else 0.0
@@ -171,6 +177,24 @@ def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks
 _SCORES = Moved(13, 17, 2, 2)
 #: Traffic of the scores with separate operators for the mask and for a softmax in fp32.
 _SCORES_APART = Moved(34, 40, 7, 8)
+
+
+#: What transformers' indexer reads and writes per head of it and pair of tokens: fp32 scores are written, scaled, cut at zero and
+#: summed over heads. Per pair of tokens: the sums are written, masked and searched for the highest (counted as four reads), and two
+#: masks of one byte are made (transformers 5.23, models/deepseek_v32/modeling_deepseek_v32.py, ``DeepseekV32Indexer``; read, not
+#: run).
+_INDEX_SCORES, _INDEX_SUMS = Moved(24, 0, 4, 0), Moved(36, 0, 12, 0)
+
+
+def _picking(whole: Layout, model: ModelSpec, tokens: float, keys: float) -> tuple[float, Moved]:
+    """Return the operations and traffic of the indexers of sparse attention, which score all pairs of tokens."""
+    if model.mla is None or not model.mla.index_n_heads:
+        return 0.0, Moved()
+    layers = sum(run.layers for run in whole.runs if any(".indexer." in one.name for one in run.parameters))
+    heads, pairs = model.mla.index_n_heads, layers * tokens * keys
+    moved = Moved().plus(_INDEX_SCORES, heads * pairs).plus(_INDEX_SUMS, pairs)
+    kernels = layers * (_INDEX_SCORES.kernels + _INDEX_SUMS.kernels)
+    return 2.0 * heads * model.mla.index_head_dim * pairs, moved._replace(kernels=kernels)
 
 
 def _tensors(whole: Layout) -> tuple[float, float]:
@@ -252,6 +276,7 @@ def combined(several: tuple[Work, ...]) -> Work:
             None,  # no pipeline has linear attention
             first.layers + other.layers,
             (first.tensors[0] + other.tensors[0], first.tensors[1] + other.tensors[1]),
+            wide_flops=first.wide_flops + other.wide_flops,
         )
     return first
 

@@ -14,7 +14,7 @@ from zeroplan.engines.collecting import Collecting, Memory
 from zeroplan.engines.deepspeed.muon import most_at_once
 from zeroplan.engines.deepspeed.offload import offloads_optimizer
 from zeroplan.engines.precisions import widths
-from zeroplan.engines.rows import Group, Placed, Row, numel, partition_elements, share_elements, touched_elements
+from zeroplan.engines.rows import Placed, Row, numel, partition_elements, share_elements, touched_elements
 from zeroplan.ledger import Kind
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -130,6 +130,7 @@ class Partitioned(Collecting):
 
     def __init__(self, plan: Plan, memory: Memory, ranks: int = 1) -> None:
         super().__init__(plan, memory, ranks)
+        self.places = places_of(plan.whole, plan.ranks)
         self.inside: list[Placed] = []
         """The gradients of the next reduction, in the bucket or where autograd made them."""
         self.fill = 0
@@ -178,7 +179,7 @@ class Partitioned(Collecting):
         """Reduce the gradients in the bucket; this rank keeps those that overlap its shard."""
         plan, memory = self.plan, self.memory
         largest = max(
-            [int(plan.by_muon), *(place_of(plan, each).own for each in self.inside)]
+            [int(plan.by_muon), *[self.places[each.start].own for each in self.inside]]
         )  # with Muon a bound for all ranks
         if self.before:
             self._clear(self.before)
@@ -228,13 +229,13 @@ class Partitioned(Collecting):
         """``set_norm_for_param_grad_in_gpu``: in the last micro-batch compute offloaded gradients' norms in fp64."""
         self.memory.note("leaves", FP64 * largest if self.last else 0)
         for each in self.inside if self.last and largest else ():
-            part = place_of(self.plan, each).own
+            part = self.places[each.start].own
             self.memory.request("norm", max(0, FP64 * part), Kind.TEMPORARY, "a gradient of the share, in fp64")
             self.memory.release("norm")
 
     def _let_go(self, each: Placed) -> None:
         """Free a reduced gradient, unless it is in the bucket or stays until the backward ends."""
-        plan, ours = self.plan, place_of(self.plan, each).own > 0
+        plan, ours = self.plan, self.places[each.start].own > 0
         if plan.contiguous:
             moved = self.last if plan.offloads else not plan.sums_in_fp32
             if moved if ours else plan.stage == 2:
@@ -274,7 +275,7 @@ class Partitioned(Collecting):
     def _average(self) -> None:
         """``get_flat_partition``: without a bucket, keep the gradients that overlap this rank's shard where autograd made them."""
         for each in self.plan.whole.placed:
-            if place_of(self.plan, each).own > 0 and each.start in self.made:
+            if self.places[each.start].own > 0 and each.start in self.made:
                 self.memory.rename(self.made.pop(each.start), "averaged")
 
 
@@ -284,22 +285,21 @@ class Place(NamedTuple):
     start: int
     end: int
     share: int
-
-    @property
-    def own(self) -> int:
-        """Elements in rank 0's share; below 1 if there are none."""
-        return min(self.end, self.share) - self.start
+    own: int
+    """Elements in rank 0's share; below 1 if there are none."""
 
 
 @lru_cache(maxsize=256)
-def _shares(whole: Row, ranks: int) -> tuple[tuple[Group, int], ...]:
-    return tuple((group, int(share_elements(group, ranks))) for group in whole.groups)
-
-
-def place_of(plan: Plan, each: Placed) -> Place:
-    """Return the place of a parameter in its group."""
-    group, share = next(one for one in _shares(plan.whole, plan.ranks) if each.start < one[0].end)
-    return Place(each.start - group.start, each.end - group.start, share)
+def places_of(whole: Row, ranks: int) -> dict[int, Place]:
+    """Return the place of each parameter in its group, by the parameter's start in the row."""
+    found: dict[int, Place] = {}
+    for group in whole.groups:
+        share = int(share_elements(group, ranks))
+        for each in whole.placed:
+            if group.start <= each.start < group.end:
+                start, end = each.start - group.start, each.end - group.start
+                found[each.start] = Place(start, end, share, (min(share, end)) - start)
+    return found
 
 
 def copies_of(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
@@ -323,9 +323,9 @@ def copies_of(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
 
 def _slices(plan: Plan, inside: tuple[Placed, ...]) -> Iterator[int]:
     """Yield the elements of consecutive slices of one rank. A slice that is added to fp32 sums stands alone."""
-    before, waiting = (-1, -1, -1), 0
+    before, waiting, places = (-1, -1, -1), 0, places_of(plan.whole, plan.ranks)
     for each in inside:
-        start, end, share = place_of(plan, each)
+        start, end, share, _ = places[each.start]
         first, last = start // share, (end - 1) // share
         splits = plan.by_muon and each.end <= plan.whole.groups[0].end
         for rank in range(first, last + 1):

@@ -230,22 +230,30 @@ def gathered_at_first(one: Pass) -> Gathered:
 
 
 @lru_cache(maxsize=64)
-def most_noted_at_first(one: Pass) -> int:
-    """Return the most elements that :func:`gathered_at_first` notes."""
-    first = gathered_at_first(one)
-    return max(count for name in _COUNTED for count, _ in _pairs(getattr(first, name), getattr(first, name)))
+def gathered_at_second(one: Pass) -> Gathered:
+    """Return the same in the second pass of a first step with several micro-batches.
+
+    The coordinator has its trace, but the first pass has released the persistent parameters. So this pass gathers them, often
+    flat together with large ones.
+    """
+    return _Replay(one, resident=False, later=True).run()
 
 
 @lru_cache(maxsize=64)
-def more_at_first(one: Pass, later: Gathered, *, of_blocks_in_forward: bool = False) -> int:
-    """Return how many more elements are gathered in the first pass than at the same place of a later one; the most, at least 0.
+def most_noted(passed: Gathered) -> int:
+    """Return the most elements that a pass notes."""
+    return max(count for name in _COUNTED for count, _ in _pairs(getattr(passed, name), getattr(passed, name)))
+
+
+@lru_cache(maxsize=64)
+def more_than(early: Gathered, later: Gathered, *, of_blocks_in_forward: bool = False) -> int:
+    """Return how many more elements are gathered in an early pass than at the same place of a later one; the most, at least 0.
 
     ``of_blocks_in_forward``: only in the forwards of blocks. Later passes also hold the persistent parameters, which their notes
     leave out.
     """
-    first = gathered_at_first(one)
     names = ("forward", "before_experts") if of_blocks_in_forward else _COUNTED
-    more = (here - there for name in names for here, there in _pairs(getattr(first, name), getattr(later, name)))
+    more = (here - there for name in names for here, there in _pairs(getattr(early, name), getattr(later, name)))
     return max(0, max(more) - later.persistent)
 
 

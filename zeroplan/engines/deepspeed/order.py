@@ -32,6 +32,10 @@ FORWARD, BACKWARD = "forward", "backward"
 #: integrations/moe.py, ``_grouped_linear``). A direct product saves the parameter, so the gathered tensor can be freed.
 _EXPERTS_AS_THEY_ARE = ("gpt_oss", "llama4_text")
 
+#: Families whose linear layers multiply by a transposed view of their weight, which autograd saves; DeepSpeed replaces only torch's
+#: own ``linear`` (transformers 5.23, models/falcon/modeling_falcon.py, ``FalconLinear``).
+_TRANSPOSED = ("falcon",)
+
 #: Ending of modules whose output only chooses experts, so that no backward reaches them: ERNIE's router adds its bias in one.
 _CHOOSES = ".moe_statics"
 
@@ -505,6 +509,9 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
         own = places if leaf and name == "mlp" else borrowed or owners.get(name, [])
         as_they_are = whole.model.family in _EXPERTS_AS_THEY_ARE
         viewed = [] if as_they_are else [index for index in own if _is_viewed(whole.placed[index].parameter.name)]
+        viewed += [
+            index for index in own if whole.model.family in _TRANSPOSED and len(whole.placed[index].parameter.shape) == 2
+        ]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
         lent = name.endswith(".lora_A.default")
         packed = tuple(index for index in own if whole.placed[index].parameter.quantised)

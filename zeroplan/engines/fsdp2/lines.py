@@ -185,16 +185,14 @@ def reduced(plan: Plan, group: ParamGroup) -> tuple[Line]:
     return (Line(Kind.REDUCE, width * group.of.shard, f"{group.words}, reduce-scatter output", formula, REDUCE),)
 
 
-def still_named(plan: Plan, last: int) -> Line:
+def still_named(plan: Plan, last: int, which: str = "the last of its gradients") -> Line:
     """Return the last gradient of a unit, which a local of ``foreach_reduce`` holds until it returns. [bytes]
 
     Only a loop over several ranks' chunks assigns that local.
     """
     width = copied_width(plan)[0]
     formula = f"{product(width, last)}·min(1, N-1)" if isinstance(width, int) else ""
-    return Line(
-        Kind.UNSHARDED_GRADIENTS, plan.gathers * width * last, "the last of its gradients, still named", formula, REDUCE
-    )
+    return Line(Kind.UNSHARDED_GRADIENTS, plan.gathers * width * last, f"{which}, still named", formula, REDUCE)
 
 
 _EXPERTS_REDUCED = "the experts' while copied in, or the reduce-scatter output"

@@ -251,5 +251,6 @@ def reduce_root(plan: Plan, trace: Trace, run: Runtime) -> None:
     out = f"{buffers.reduce_output_width(plan)}·P_{symbol}/N"
     reason = "reduce-scatter output of the root group"
     trace.put("output of the root", Line(Kind.REDUCE, buffers.reduce_output_bytes(plan, root), reason, out, REDUCE))
-    trace.put("still named", *(() if plan.of_torch_2_15 else (lines.still_named(plan, plan.last_root_elements),)))
+    if not plan.of_torch_2_15:
+        trace.put("still named", lines.still_named(plan, plan.last_root_elements, "root group's last one"))
     trace.put("stepping", *plan.stepping(in_block=False))

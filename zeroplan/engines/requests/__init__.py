@@ -81,6 +81,7 @@ def not_written(job: JobSpec) -> str:
         (recipe.optimizer == "dion-muon", "dion's Muon"),
         (bool(model.predictions), "multi-token prediction"),
         (model.family in INDEXED_FAMILIES, "an indexer of sparse attention"),
+        (model.attention_bias and model.family in _WITHOUT_BIASES, "biases of attention that the model's class does not have"),
         (model.per_layer is not None, "embeddings of each layer"),
         (
             job.mesh.pp > 1 and recipe.loss == "chunked" and recipe.fsdp2.shards_ends,
@@ -160,7 +161,7 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         (job.recipe.recompute == "selective", "DeepSpeed stage 3 with selective recomputation, in which DeepSpeed fails"),
         (job.recipe.loss != "full", "DeepSpeed stage 3 with a loss that takes the head's weight itself"),
         (
-            job.model.mla is not None and moe is not None and not moe.num_shared_experts,
+            (job.model.mla is not None or job.model.family == "exaone_moe") and moe is not None and not moe.num_shared_experts,
             "DeepSpeed stage 3 without shared experts",
         ),
         ("nvme" in (options.offload_optimizer, options.offload_param), "DeepSpeed's offload to NVMe"),
@@ -171,6 +172,9 @@ def _of_stage_3(job: JobSpec) -> tuple[tuple[bool, str], ...]:
         ),
     )
 
+
+#: Families whose attention never has biases (transformers 5.23, modeling_lfm2.py and modeling_lfm2_moe.py).
+_WITHOUT_BIASES = ("lfm2", "lfm2_moe")
 
 #: Families with experts whose queries and keys have one norm for all heads.
 _NORMS_BESIDE_EXPERTS = ("olmoe", "minimax_m2")

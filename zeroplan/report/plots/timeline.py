@@ -31,7 +31,8 @@ _MEASURED = 1.6
 _BOLD_SIGN, _POINTS_PER_INCH = 0.66, 72
 """Mean width of a character of DejaVu Sans Bold, as a fraction of the font size."""
 _PREFIXES = (
-    "initialisation: ", "first micro-batch: ", "forward: ", "forward of ", "backward: ", "backward of ", "optimizer step: "
+    "initialisation: ", "first micro-batch: ", "second micro-batch: ", "forward: ", "forward of ", "backward: ", "backward of ",
+    "optimizer step: ",
 )  # fmt: skip
 
 

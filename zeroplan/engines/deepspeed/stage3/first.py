@@ -13,10 +13,18 @@ Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``, ``r
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.notes import gathered_at_first, more_at_first, most_at_first, most_noted_at_first
+from zeroplan.engines.deepspeed.notes import (
+    Gathered,
+    gathered_at_first,
+    gathered_at_second,
+    more_than,
+    most_at_first,
+    most_noted,
+)
 from zeroplan.engines.deepspeed.offload import offloads_parameters
 from zeroplan.engines.deepspeed.stage3.job import Job, pass_of
 from zeroplan.engines.deepspeed.stage3.training import Beside, Taken, Training
@@ -38,36 +46,62 @@ def first_moments(
     jobs: tuple[Job, ...], batch: Batch, these: Passes, taken: Taken, *, held: tuple[Line, ...], made_later: tuple[Line, ...],
     later: Sequence[Entry],
 ) -> tuple[Entry, ...]:  # fmt: skip
-    """Return the moments of the first micro-batch; none if it provably is not the peak.
+    """Return the moments of the first micro-batch, and of the first step's second; none of one that provably is not the peak.
 
     ``jobs``: the job with the trace of later micro-batches; ``taken``: each flush's memory beside its bucket; ``held``: the lines
     that exist from the start; ``made_later``: the optimizer's states that do not; ``later``: the moments of later micro-batches.
     """
-    job, missing = jobs[0], total_bytes(made_later)
+    job, missing, micro = jobs[0], total_bytes(made_later), batch.grad_accum_steps
     alone = isinstance(job.n_ranks, int) and job.n_ranks == 1
     if job.recipe.forward_only or (alone and not offloads_parameters(job.recipe)):
         return ()
-    one = pass_of(job.every, job.recipe, job.n_ranks)
-    bound = most_at_first(one)
-    if bound is not None and _never(job.element * (bound - job.trace.persistent) > missing):
-        return ()
-    peak = _peak(later)
-    if bound is not None and _is_below(peak, job.element * bound, missing):
-        return ()
+    one, found = pass_of(job.every, job.recipe, job.n_ranks), list[Entry]()
     traces = tuple(each.trace for each in jobs if each.applies is not False)
-    more = max(more_at_first(one, each) for each in traces)
-    if _never(job.element * more > missing) or _is_below(peak, job.element * most_noted_at_first(one), missing):
+    peak = _Later(later, missing, job.element, traces)
+    bound = most_at_first(one)
+    if bound is None or not peak.is_above(bound):
+        first = job._replace(trace=gathered_at_first(one), applies=True, ends_step=micro == 1)
+        found += _moments("first micro-batch", first, peak, these, taken, held)
+    if job.trace.persistent and not _never(micro > 1):
+        second = job._replace(trace=gathered_at_second(one), applies=micro > 1, ends_step=micro == 2)
+        found += _moments("second micro-batch", second, peak, these, taken, held)
+    return tuple(found)
+
+
+def _moments(name: str, job: Job, later: "_Later", these: Passes, taken: Taken, held: tuple[Line, ...]) -> tuple[Entry, ...]:
+    """Return the moments of an early micro-batch; none if it is below later ones."""
+    early = job.trace
+    more = max(more_than(early, each) for each in later.traces)
+    if _never(job.element * more > later.missing) or later.is_above(most_noted(early)):
         return ()
     trace = Trace()
     trace.hold("states", *held)
-    first = job._replace(trace=gathered_at_first(one), applies=True, ends_step=batch.grad_accum_steps == 1)
-    least = missing if isinstance(missing, int) else int(missing.min())
-    spare = least // job.element + job.trace.persistent
-    in_forward = all(job.element * more_at_first(one, each, of_blocks_in_forward=True) <= least for each in traces)
-    Training(trace, first, these, taken, later=Beside(traces, spare, in_forward)).run()
+    least = later.missing if isinstance(later.missing, int) else int(later.missing.min())
+    in_forward = all(job.element * more_than(early, each, of_blocks_in_forward=True) <= least for each in later.traces)
+    beside = Beside(name, later.traces, least // job.element + later.traces[0].persistent, in_forward)
+    Training(trace, job, these, taken, later=beside).run()
     found = trace.finished()
-    highest = None if peak is None else _peak(found)
-    return () if peak is not None and highest is not None and highest.total <= peak.total else found
+    highest = None if later.peak is None else _peak(found)
+    return () if later.peak is not None and highest is not None and highest.total <= later.peak.total else found
+
+
+class _Later:
+    """Later micro-batches: their moments and traces, and the optimizer's states that exist only then. [bytes]"""
+
+    def __init__(self, moments: Sequence[Entry], missing: Int, element: int, traces: tuple[Gathered, ...]) -> None:
+        self.moments, self.missing, self.element, self.traces = moments, missing, element, traces
+
+    @cached_property
+    def peak(self) -> "_Peak | None":
+        """The peak; None for columns."""
+        return _peak(self.moments)
+
+    def is_above(self, gathered: int) -> bool:
+        """Whether the peak is above a micro-batch without these states, even if so much is gathered at its every moment."""
+        n_bytes = self.element * gathered
+        if _never(n_bytes - self.element * self.traces[0].persistent > self.missing):
+            return True
+        return self.peak is not None and not _never(self.peak.beside - self.missing + n_bytes <= self.peak.total)
 
 
 def _never(condition: Bool) -> bool:
@@ -97,8 +131,3 @@ def _peak(moments: Sequence[Entry]) -> _Peak | None:
         return None
     highest, beside = (max([sum(map(each.__getitem__, key)) for key in keys]) for each in (totals, others))
     return _Peak(int(highest), int(beside))
-
-
-def _is_below(peak: _Peak | None, gathered_bytes: int, missing: Int) -> bool:
-    """Whether a single job's first micro-batch is below the peak even if so much is gathered at its every moment."""
-    return peak is not None and not _never(peak.beside - missing + gathered_bytes <= peak.total)

@@ -46,20 +46,22 @@ _Highest = tuple[tuple[int, int], ...]
 
 
 class Beside(NamedTuple):
-    """Later micro-batches, beside which a first one runs."""
+    """Later micro-batches, for the moments of an early one."""
 
+    early: str
+    """The name of the early one."""
     traces: tuple[Gathered, ...]
     spare: int
-    """Elements that are alive then, besides those of the traces, and not in the first micro-batch."""
+    """Elements that are alive then, besides those of the traces, and not in the early one."""
     are_higher_in_forward: bool
-    """Whether the first micro-batch has no more alive in any block's forward."""
+    """Whether the early one has no more alive in any block's forward."""
 
 
 class Training:
     """Forward and backward, including the last bucket. ``trace`` already has the persistent lines.
 
-    ``taken``: each flush's memory beside its bucket. ``later``: the moments are those of the first micro-batch of all. Points of
-    blocks that are not higher than in these later ones are left out.
+    ``taken``: each flush's memory beside its bucket. ``later``: the moments are those of a micro-batch before these later ones.
+    Points of blocks that are not higher than in them are left out.
     """
 
     def __init__(self, trace: Trace, job: Job, these: Passes, taken: Taken, *, later: Beside | None = None) -> None:
@@ -84,7 +86,7 @@ class Training:
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
         """Write a moment with these lines, this many gathered elements, and the gradients beside them."""
         if self.later is not None:
-            self.trace.at(f"{Phase.FIRST}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
+            self.trace.at(f"{self.later.early}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
         else:
             self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
         self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
@@ -196,7 +198,7 @@ class Training:
                 self._gather_experts(one, point)
 
     def _is_lower(self, block: int, held: int, at: _Place) -> bool:
-        """Whether a first micro-batch has no more alive at a point than a later one."""
+        """Whether an early micro-batch has no more alive at a point than a later one."""
         return self.later is not None and held <= _least_held(self.later.traces, block, at) + self.later.spare
 
     def _highest(self, one: KindPass, at: _Place, point: BackwardPoint) -> _Highest:
