@@ -265,6 +265,8 @@ def _peer(name: str, other: str) -> tuple[float, float, float, int] | None:
     except subprocess.CalledProcessError:
         return None
     found = [json.loads(line) for line in timed.said.splitlines() if line.startswith('{"bytes"')]
+    if not found:  # a failed import ends with exit code 1, which a command's answer may have too
+        return None
     return found[0]["bytes"], min(one["seconds"] for one in found), timed.seconds, timed.kib
 
 

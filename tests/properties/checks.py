@@ -121,6 +121,8 @@ def most(job: JobSpec, parameters: int) -> int:
     attention = model.num_attention_heads * (8 * model.head_dim + 8 * batch.seq_len + 1024)
     adapters = 0 if model.adapter is None else 14 * model.adapter.rank
     width = 16 * model.hidden_size + attention + 8 * ffn + adapters + (64 * model.moe.num_experts if model.moe else 0)
+    if model.linear is not None:  # torch's Kimi Delta Attention has the decay between all tokens of a chunk
+        width += model.linear.chunk_size * model.linear.num_value_heads * model.linear.key_head_dim
     buckets = (
         16 * (3 * options.reduce_bucket_size + options.stage3_prefetch_bucket_size) if job.recipe.engine == "deepspeed" else 0
     )
@@ -367,6 +369,7 @@ _OF_CHECKPOINTS = (
     "position ids, int64, held by checkpoints",
     "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves only copies
     GRAPHS,  # of the recomputed forwards
+    "attention mask with padding, booleans for each sequence",  # which linear attention gets and does not save
 )  # fmt: skip
 
 

@@ -124,7 +124,8 @@ def packed_layout(model: ModelSpec, element_bytes: int) -> Layout:
     tree, adapter = layout(model), model.adapter
     size = adapter.group_size if adapter is not None and adapter.quantize == "gptq" else 0
     return tree._replace(
-        runs=tuple(run._replace(parameters=tuple(_packed(run.parameters, element_bytes, size))) for run in tree.runs)
+        embeddings=tuple(_packed(tree.embeddings, element_bytes, size)),
+        runs=tuple(run._replace(parameters=tuple(_packed(run.parameters, element_bytes, size))) for run in tree.runs),
     )
 
 

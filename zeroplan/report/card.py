@@ -15,7 +15,7 @@ def card_rows(answer: Estimate, table: Table) -> Iterator[str]:
     yield table.total("peak allocated", answer.peak_bytes, "torch's max_memory_allocated")
     for part in answer.outside:
         yield table.band_row(part.what, part.band)
-    yield table.total("must fit", answer.least_bytes)
+    yield table.total("must fit", answer.least_bytes, "peak and memory outside torch")
     yield table.band_row("cached by the allocator", cached(answer))
     on_card = shown_by_nvidia_smi(answer)
     yield table.total("nvidia-smi would show", int(on_card.expected_bytes), table.span(on_card))

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 LINES = 28
 _KINDS_AT_LEAST, _FEWEST_KINDS, _MOST_KINDS = 2, 4, 7
-_MOST_CHANGES = 3
+_KINDS_BESIDE_LENGTHS = 3
+_MOST_CHANGES, _CHANGES_BESIDE_LENGTHS = 3, 1
 _GAPS = 4
 _REMARK = 33
 """Columns for a remark beside a row's name and number. [characters]"""
@@ -41,17 +42,18 @@ def screen_text(
 ) -> str:
     """Return at most ``LINES`` lines of ``COLUMNS`` columns, all sizes in one unit; ``lengths`` are lines on varying lengths."""
     table = Table(unit, what=33)
-    top = [*filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit)]
+    most = _CHANGES_BESIDE_LENGTHS if len(lengths) > 1 else _MOST_CHANGES  # ways of batching are changes, too
+    top = [*filled(verdict_sentence(answer, unit)), *_changes(answer, changes, unit, most=most)]
     job = filled(headline(answer)) + filled("; ".join(job_lines(answer)))
     summary = list(_summary(answer, unit))
     card = [table.head("On the card at the peak", "range"), *card_rows(answer, table)]
     sent = [] if lengths else filled(_sent(answer, unit))
     free = LINES - sum(len(part) for part in (top, job, summary, lengths, card, sent))
     every = every_note(answer, notes)
-    fewest = 0 if lengths else _FEWEST_KINDS
+    least, usual = (0, _KINDS_BESIDE_LENGTHS) if lengths else (_KINDS_AT_LEAST, _FEWEST_KINDS)
     first = _lines_of_the_first(every)  # it may say that figures are too low, so it replaces empty lines and small kinds
-    gaps = max(0, min(_GAPS, free - first - fewest))
-    fewest = min(fewest, max(_KINDS_AT_LEAST, free - first))
+    gaps = max(0, min(_GAPS, free - first - usual))
+    fewest = min(usual, max(least, free - first))
     room = max(bool(every), free - gaps - fewest)
     shown = list(notes_that_fit(every, room, " and every collective"))
     kinds = _kinds(answer, table, at_most=min(_MOST_KINDS, max(fewest, free - gaps - len(shown))))
@@ -69,11 +71,11 @@ def _spaced(parts: Sequence[Sequence[str]], gaps: int) -> str:
     return "\n".join(line for part in spaced for line in part)
 
 
-def _changes(answer: Estimate, changes: "Sequence[Remedy] | None", unit: Unit) -> Iterator[str]:
-    """Yield the nearest changes as flags to copy, each with the memory it needs."""
+def _changes(answer: Estimate, changes: "Sequence[Remedy] | None", unit: Unit, *, most: int) -> Iterator[str]:
+    """Yield up to ``most`` of the nearest changes as flags to copy, each with the memory it needs."""
     if changes is not None and not changes and answer.fits is False:
         yield from filled(no_change())
-    for one in (changes or ())[:_MOST_CHANGES]:
+    for one in (changes or ())[:most]:
         yield from filled(f"It fits with {one.flags} ({unit.size(one.needed_bytes)}{one.how}).")
 
 

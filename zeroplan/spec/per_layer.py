@@ -33,7 +33,10 @@ def _of_adapters(adapter: AdapterSpec | None, recipe: RecipeSpec) -> tuple[tuple
         return ()
     return (
         (adapter.quantize not in ("none", "nf4", "nf4-double") and f"quantize={adapter.quantize!r}", "nf4-double"),
-        (adapter.quantize != "none" and recipe.engine != "ddp" and "QLoRA", "engine 'ddp', or weights in 16 bits"),
+        (
+            adapter.quantize != "none" and recipe.engine not in ("ddp", "fsdp2") and "QLoRA",
+            "engine 'ddp' or 'fsdp2', or weights in 16 bits",
+        ),
         (adapter.trains("embedding") and "a trained embedding beside adapters", "adapters alone"),
         (not adapter.is_of_peft and "adapters of NeMo AutoModel or prime-rl", "peft's"),
         (adapter.dora != "none" and "DoRA", "LoRA"),

@@ -98,11 +98,15 @@ def test_a_step_takes_what_is_estimated(name: str) -> None:
 
 
 @pytest.mark.parametrize(("targets", "upcast", "recompute"), [("all-linear", "all", "full"), ("attention", "none", "none")])
-def test_a_step_beside_weights_in_four_bits_takes_what_is_estimated(targets: str, upcast: Upcast, recompute: Recompute) -> None:
-    """With recomputation the peak is in a layer of the middle."""
+@pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("fsdp2", 3)])
+def test_a_step_beside_weights_in_four_bits_takes_what_is_estimated(
+    engine: str, stage: int, targets: str, upcast: Upcast, recompute: Recompute
+) -> None:
+    """With recomputation the peak is in a layer of the middle. The root unit has the projection to all layers in four bits."""
     pytest.importorskip("bitsandbytes")
     adapter = AdapterSpec(rank=4, targets=targets, quantize="nf4-double", upcast=upcast)
-    assert_agrees(simulate(job(replace(few_rows(), adapter=adapter), "ddp", 0, precision="bf16-mixed", recompute=recompute)))
+    model = replace(few_rows(), adapter=adapter)
+    assert_agrees(simulate(job(model, engine, stage, precision="bf16-mixed", recompute=recompute)))
 
 
 @pytest.mark.deepspeed
