@@ -34,7 +34,8 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.trace import Entry, Trace
+from zeroplan.trace import Entry, Trace, highest_of
+from zeroplan.weights import ONE_POOL
 
 
 def before_the_first_step(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, ...]:
@@ -74,15 +75,24 @@ def _moments(name: str, job: Job, later: "_Later", these: Passes, taken: Taken, 
     more = max(more_than(early, each) for each in later.traces)
     if _never(job.element * more > later.missing) or later.is_above(most_noted(early)):
         return ()
-    trace = Trace()
-    trace.hold("states", *held)
     least = later.missing if isinstance(later.missing, int) else int(later.missing.min())
     in_forward = all(job.element * more_than(early, each, of_blocks_in_forward=True) <= least for each in later.traces)
     beside = Beside(name, later.traces, least // job.element + later.traces[0].persistent, in_forward)
-    Training(trace, job, these, taken, later=beside).run()
-    found = trace.finished()
-    highest = None if later.peak is None else _peak(found)
-    return () if later.peak is not None and highest is not None and highest.total <= later.peak.total else found
+
+    def written(applies: Bool) -> tuple[Entry, ...]:
+        trace = Trace()
+        trace.hold("states", *held)
+        Training(trace, job._replace(applies=applies), these, taken, later=beside).run()
+        return trace.finished()
+
+    found = written(job.applies)
+    highest = _peak(found)
+    if later.peak is not None and highest is not None:
+        return found if highest.total > later.peak.total else ()
+    is_peak = highest_of(found, ONE_POOL).peak_bytes > highest_of(later.moments, ONE_POOL).peak_bytes
+    return (
+        () if _never(is_peak) else written(is_peak & job.applies)
+    )  # places of a column below their peak have no moments alone
 
 
 class _Later:
