@@ -123,7 +123,7 @@ class Request(Spec):
         "With --lora-runs: how many of the adapters have optimizer states. (default: all)", MODEL, "N",
     )})
     lora_looped: bool | None = field(default=None, metadata={"option": Option(
-        "With --lora-runs: products run one adapter after the other, as on other GPUs than Hopper before 30 January 2026.",
+        "With --lora-runs: products run one adapter after the other, as without Hopper before 30 January 2026.",
         SWITCHES,
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
