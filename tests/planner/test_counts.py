@@ -30,10 +30,10 @@ class Work(NamedTuple):
 
 #: At most this much, on 64 H100. DeepSeek-V3 fits only tightly, so its layouts are replayed one after the other.
 _MOST = {
-    "llama-3.1-8b": Work(jobs=207, structures=115, walks=10, replays=0, events=0),
-    "mixtral-8x7b": Work(jobs=612, structures=444, walks=10, replays=0, events=0),
-    "llama-4-maverick": Work(jobs=6326, structures=3546, walks=28, replays=0, events=0),
-    "deepseek-v3": Work(jobs=5742, structures=3038, walks=28, replays=3, events=436),
+    "llama-3.1-8b": Work(jobs=207, structures=115, walks=22, replays=0, events=0),
+    "mixtral-8x7b": Work(jobs=612, structures=444, walks=22, replays=0, events=0),
+    "llama-4-maverick": Work(jobs=6326, structures=3546, walks=64, replays=0, events=0),
+    "deepseek-v3": Work(jobs=5742, structures=3038, walks=64, replays=3, events=436),
 }
 
 

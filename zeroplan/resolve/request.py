@@ -123,7 +123,7 @@ class Request(Spec):
         "With --lora-runs: how many of the adapters have optimizer states. (default: all)", MODEL, "N",
     )})
     lora_looped: bool | None = field(default=None, metadata={"option": Option(
-        "With --lora-runs: products run one adapter after the other, as on other GPUs than Hopper before 30 January 2026.",
+        "With --lora-runs: products run one adapter after the other, as without Hopper before 30 January 2026.",
         SWITCHES,
     )})
     upcast: Upcast | None = field(default=None, metadata={"option": Option(
@@ -230,7 +230,7 @@ class Request(Spec):
         "Recompute the first N blocks only. (default: all)", RECIPE, "N", "recipe.recompute_layers", searched=True,
     )})
     reentrant: bool | None = field(default=None, metadata={"option": Option(
-        "With --recompute full and engine ddp: checkpoints are reentrant (`use_reentrant`), and hold a block's output "
+        "With --recompute full and engine ddp: reentrant checkpoints (`use_reentrant`), which hold a block's output "
         "during its backward. (default: as in the release of transformers, reentrant before 5.0)",
         SWITCHES, sets="recipe.reentrant",
     )})
@@ -303,7 +303,7 @@ class Request(Spec):
     )})
     modules: WhoseModules | None = field(default=None, metadata={"option": Option(
         "Whose implementation of the model is trained: transformers, or torchtitan's own Llama 3 of release 0.2.2 "
-        "(torchtitan) or 0.3.0 (torchtitan-0.3), with engine fsdp2. (default: transformers, or as in the file of --from)",
+        "(torchtitan) or 0.3.0 (torchtitan-0.3), with engine fsdp2. (default: transformers, or the file's)",
         RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
@@ -349,7 +349,7 @@ class Request(Spec):
     )})
     lengths: str | None = field(default=None, metadata={"option": Option(
         "For sequences of several lengths: a file with a length per line, JSON Lines (length or token ids; FILE:FIELD), or "
-        "lognormal(MEAN,SPREAD,SEQUENCES), with SPREAD as the standard deviation of the logarithm. Estimates the longest "
+        "lognormal(MEAN,SPREAD,SEQUENCES), SPREAD being the logarithm's standard deviation. Estimates the longest "
         "micro-batch of a run, and the peaks of its steps. --seq-len cuts sequences.", BATCH, "FILE",
     )})
     padding_free: bool | None = field(default=None, metadata={"option": Option(
@@ -364,7 +364,7 @@ class Request(Spec):
         "--micro-batch x --grad-accum sequences (needs --attention flash).", BATCH, "TOKENS",
     )})
     micro_batch: Count | None = field(default=None, metadata={"option": Option(
-        "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one rank. "
+        "Sequences in one forward pass of a data-parallel rank. Ranks that split a model or a sequence count as one. "
         "(default: 1)",
         BATCH, "N", "batch.micro_batch_size", searched=True,
         control=Control("Sequences per micro-batch", OF_BATCH, "1", kind="number", most=256),
