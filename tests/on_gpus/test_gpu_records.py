@@ -78,6 +78,13 @@ def kept(folder: Path, *records: Measurement, out_of_memory: bool = False) -> Pa
 # The page
 
 
+@pytest.fixture(autouse=True)
+def without_others_reserves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the section whose replays take long, except where the whole page is compared."""
+    if request.function is not test_the_page_says_what_the_kept_records_say:
+        monkeypatch.setattr(gpu_page, "_reserved_elsewhere", tuple)
+
+
 def test_the_page_says_what_the_kept_records_say():
     """`python -m tests.on_gpus.gpu_page` rewrites the page."""
     assert gpu_page.page(gpu_records.seen(), sources()) == gpu_page.PAGE.read_text(encoding="utf-8")
