@@ -59,7 +59,7 @@ def test_changes_that_make_the_job_fit_come_first(run: Run, tmp_path: Path):
     code, out, _ = run(*asked)
     assert code == 0
     assert "does not fit NVIDIA H100" in out
-    assert "Single changes: first those that alone make the job fit, then the others." in out
+    assert "Single changes: first the changes that make the job fit alone, then all others." in out.replace("\n", " ")
     rows = [line for line in out.splitlines() if re.match(r" +[\d.]+ +[\d.]+   \w", line)]
     assert {row[23:33].strip() for row in rows} <= {"fits", "tight", "no fit"}
     assert {row[41] for row in rows} == {"%"}

@@ -35,13 +35,13 @@ def test_no_group_is_off_by_a_tenth_in_the_median(half: str):
             assert middle < 0.10, (kind, name)
 
 
-@pytest.mark.parametrize("name", ["deepspeed", f"deepspeed, {BY_THE_CPU}"])
-def test_deepspeed_is_near_whatever_bounds_the_step(name: str):
+@pytest.mark.parametrize(("name", "most"), [("deepspeed", 0.05), (f"deepspeed, {BY_THE_CPU}", 0.10)])
+def test_deepspeed_is_near_whatever_bounds_the_step(name: str, most: float):
     """No constant was fitted on DeepSpeed's rows, so the test takes both halves together: six of its rows wait for the CPU."""
     every = {name: figures for kind, name, *figures in table(found()) if kind == "engine"}
     count, middle, *_ = every[name]
     assert count > 5
-    assert middle < 0.10
+    assert middle < most
 
 
 def test_the_faster_of_two_layouts_is_named():

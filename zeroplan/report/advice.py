@@ -13,7 +13,8 @@ _MARGIN = " " * 49
 _WORDS = {"fits": "fits", "tight": "tight", "does not fit": "no fit", "unknown": ""}
 
 _ORDER = (
-    "changes that cost no time, then changes by the memory freed per time lost, last changes of the training or of the price"
+    "changes that cost no time; then the others, sorted by the memory that they free for the time that they cost; last the changes "
+    "of the training or of the price"
 )
 _UNTIMED = "changes by the memory that they free, last changes of the training or of the price. Name a GPU to see the time"
 
@@ -41,7 +42,7 @@ def _table(advised: Advised, words: InWords) -> Iterator[str]:
     if not advised.changes:
         yield "No single change frees memory; `zeroplan plan` searches whole layouts."
         return
-    enough = "first those that alone make the job fit, then the others. Both groups in this order: "
+    enough = "first the changes that make the job fit alone, then all others. In each of these two groups: "
     order = f"{enough * (advised.before.fits is False)}{_UNTIMED if advised.tokens_per_s is None else _ORDER}"
     yield from textwrap.wrap(f"Single changes: {order}.", WIDTH)
     yield f"{'frees GiB':>10}{'then GiB':>10}{'':>3}{'verdict':<10}{'speed':>9}{'':>7}change"

@@ -5,6 +5,7 @@ its ``config.json``. Source of every row: ``modeling_<family>.py`` and ``configu
 """
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Final, Literal, get_args
 
 from zeroplan.spec.traits import MLP, Activation, Layers, Modelled, Traits
@@ -302,6 +303,7 @@ def families(having: Callable[[Traits], object]) -> tuple[str, ...]:
     return tuple([name for name in FAMILIES if having(TRAITS[name])])
 
 
+@cache
 def modelled(what: Modelled) -> tuple[str, ...]:
     """Return the families for which this is modelled.
 

@@ -7,6 +7,9 @@ from zeroplan.spec.family import OF_MAMBA, families
 from zeroplan.spec.model import LinearSpec, ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
 
+#: Families whose linear attention transformers runs by kernels of other packages, where these are installed.
+_FAMILIES = families(lambda one: one.kernels)
+
 
 def check_linear_attention(model: ModelSpec, recipe: RecipeSpec) -> None:
     """Raise SpecError, in one line with the way out, if the kernels of linear attention are not modelled for this job."""
@@ -20,8 +23,7 @@ def runs_by_kernels(model: ModelSpec, recipe: RecipeSpec) -> bool:
 
 
 def _not_modelled(model: ModelSpec, recipe: RecipeSpec) -> Iterator[tuple[str | bool, str]]:
-    there = families(lambda one: one.kernels)
-    yield model.family not in there and f"a {model.family} model", f"one of {', '.join(there)}"
+    yield not model.traits.kernels and f"a {model.family} model", f"one of {', '.join(_FAMILIES)}"
     yield model.profile is not None and "a profile", "a model of the catalogue"
     engines = "ddp", "fsdp1", "fsdp2", "deepspeed"
     yield recipe.engine not in engines and f"engine {recipe.engine!r}", f"one of {', '.join(engines)}"

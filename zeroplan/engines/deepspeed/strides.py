@@ -59,7 +59,7 @@ class Point(NamedTuple):
     """The coordinator before a part."""
 
     state: tuple[object, ...] | None
-    """What decides what it does next, relative to its place; None if it cannot be told relative to it."""
+    """All that decides its next requests, with indices relative to the part; None if parameters outside the parts are in flight."""
     n_bytes: int
     n_queued: int
     calls: int
@@ -157,15 +157,9 @@ class Strider:
         return times, now.n_bytes - before.n_bytes
 
     def _point(self, parts: Parts, number: int) -> Point:
-        """Return the coordinator's point. It is asked for before every part, so its conditions are written out."""
-        one, at, edge, low, high, backward = (
-            self.one,
-            parts.at[number],
-            parts.edges[number],
-            parts.low,
-            parts.high,
-            parts.backward,
-        )
+        """Return the coordinator's state before a part. Conditions are inline, not calls: this runs before every part."""
+        one, at, edge = self.one, parts.at[number], parts.edges[number]
+        low, high, backward = parts.low, parts.high, parts.backward
         sent = one.sent[BACKWARD if backward else FORWARD]
         if [index for index in one.in_flight if (index >= edge) is backward or not low <= index < high]:
             return Point(None, self.memory.n_bytes, len(one.queue), sent.calls, dict(sent.counted))

@@ -33,7 +33,7 @@ from zeroplan.engines.optimizers import counted
 from zeroplan.engines.outside import buffers_and_pixels
 from zeroplan.engines.passes import Passes, kept_in_a_block, kept_symbols, passes
 from zeroplan.engines.rows import largest_parameter, shares
-from zeroplan.ledger import Line, Phase
+from zeroplan.ledger import Line, Moment, Phase
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -67,10 +67,7 @@ def sharded_account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Bat
         later=later,
     )  # fmt: skip
     temporaries = step_temporaries(job, impl)
-    steps = cpu_step_moments(job) if offloads_optimizer(recipe) else step_moments(job, impl, temporaries)
-    second = second_partition(recipe, job.element, job.partition, job.n_ranks)
-    step = tuple(moment.beside((*states, bucket_line(job), *second)) for moment in steps[:-1])
-    step += tuple(moment.beside((*states, bucket_line(job))) for moment in steps[-1:])
+    step = _step(job, impl, temporaries, (*states, bucket_line(job)))
     training = (*first, *later, *map(entry_of, step))
     moments = Moments((*map(entry_of, beside(construction_moments(job, states), (*left, *beside_shards))), *training))
     return Account(
@@ -118,6 +115,13 @@ def _bound(model: ModelSpec, these: Passes, moments: Moments) -> tuple[str, ...]
         at_first = highest.phase is Phase.FIRST and highest.of_forward
         return (_FROZEN_BOUND,) if highest.phase is Phase.FORWARD or at_first else ()
     return (_UPPER_BOUND,) if highest.phase is Phase.FORWARD else ()
+
+
+def _step(job: Job, impl: OptimizerImpl, temporaries: tuple[Line, ...], held: tuple[Line, ...]) -> tuple[Moment, ...]:
+    """Return the moments of the optimizer's step beside the lines ``held``. The second partition lives until the last of them."""
+    steps = cpu_step_moments(job) if offloads_optimizer(job.recipe) else step_moments(job, impl, temporaries)
+    second = second_partition(job.recipe, job.element, job.partition, job.n_ranks)
+    return tuple([moment.beside((*held, *second)) for moment in steps[:-1]] + [moment.beside(held) for moment in steps[-1:]])
 
 
 def _beside_shards(model: ModelSpec) -> tuple[Line, ...]:

@@ -90,9 +90,8 @@ def _moments(name: str, job: Job, later: "_Later", these: Passes, taken: Taken, 
     if later.peak is not None and highest is not None:
         return found if highest.total > later.peak.total else ()
     is_peak = highest_of(found, ONE_POOL).peak_bytes > highest_of(later.moments, ONE_POOL).peak_bytes
-    return (
-        () if _never(is_peak) else written(is_peak & job.applies)
-    )  # places of a column below their peak have no moments alone
+    # At places of a column where a later micro-batch is higher, these moments count nothing.
+    return () if _never(is_peak) else written(is_peak & job.applies)
 
 
 class _Later:
