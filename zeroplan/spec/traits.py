@@ -62,9 +62,9 @@ class Traits(NamedTuple):
     """All layers are of one kind: attention beside a state space, gated or normalised."""
     may_be_dense: bool = False
     """A model of the family may have no experts."""
-    unturned_models: bool = False
+    rotary_optional: bool = False
     """A config may turn rotary positions off."""
-    unturned: bool = False
+    global_without_rotary: bool = False
     """That one layer per period has no rotary positions."""
     experts: Literal["none", "on this rank", "dispatched"] = "none"
     """Whether its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
@@ -92,9 +92,9 @@ class Traits(NamedTuple):
     """The model divides its logits by a constant before the loss. Liger has no fused loss for that."""
     angles_of_kinds: bool = False
     """Layers with a window have their own rotary tables."""
-    turned: int = 1
-    """Rotary positions rotate 1/``turned`` of each head."""
-    turned_width: int = 0
+    rotary_divisor: int = 1
+    """Rotary positions rotate 1/``rotary_divisor`` of each head."""
+    rotary_width: int = 0
     """Or they rotate this many elements of each head."""
     head_bias: bool = False
     """The head has a bias."""

@@ -86,7 +86,7 @@ def _frequencies(model: ModelSpec) -> int:
     if definition_of(model.family).tables_of(model) is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    rotated = model.traits.turned_width or width // model.traits.turned
+    rotated = model.traits.rotary_width or width // model.traits.rotary_divisor
     if model.global_head_dim:
         return _FREQUENCIES_TWICE * (ceil_div(rotated, 2) + ceil_div(model.global_head_dim, 2))
     tables = (
