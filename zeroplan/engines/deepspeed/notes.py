@@ -367,7 +367,9 @@ class _Replay(Coordinator):
             memory.most = memory.n_bytes
             self.begin(at)
             gathering, during = memory.most // element, self.elements
-            saved = sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.turned else 0
+            saved = (
+                sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.in_backward else 0
+            )
             self.release(at, step)
             seen.append((gathering, during, saved, self.elements))
         return seen
