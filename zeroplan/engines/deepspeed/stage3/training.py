@@ -263,7 +263,8 @@ class Training:
         trace.hold("kept")
         elements, flowing = embedding_elements(job.whole), (flowing_at_embedding(self.these), *head.below_blocks)
         embedding = gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
-        waits = () if job.recipe.deepspeed.contiguous_gradients else self._waiting(-1, _NOWHERE)
+        below = sum([made for _, made in operators_below(job.whole)[:-1]])
+        waits = self._waiting(-1, _NOWHERE._replace(gradients=below))
         gradients, stay, end = (*waits, embedding, *self.tied), staying_lines(job, -1, -1), self.gathered.end
         for operator, point in operators_of(self.these, operators_below(job.whole)) if head.below else ():
             note = self.gathered.below[operator]
