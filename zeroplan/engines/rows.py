@@ -307,7 +307,7 @@ def _order(model: ModelSpec | None, names: tuple[str, ...]) -> list[int]:
 
 
 #: The biases of GPT-OSS's experts. Each is registered after its weight, but its rows are selected before the grouped product with
-#: that weight runs, so its gradient comes after the weight's (transformers 5.23, integrations/moe.py, ``grouped_mm_experts_forward``).
+#: that weight runs, so its gradient comes later (transformers 5.23, integrations/moe.py, ``grouped_mm_experts_forward``).
 _BIAS_OF_EXPERTS = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
 
 

@@ -109,7 +109,11 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
     if quantized:
         copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))
     copy = Line(
-        Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered", unless_zero(copied, copy_formula), _SCATTER
+        Kind.REDUCE,
+        job.element * copied,
+        "copy of the bucket that is reduce-scattered",
+        unless_zero(copied, copy_formula),
+        _SCATTER,
     )
     to_host = on_the_way(job, flush)
     return (
