@@ -157,10 +157,10 @@ TRAITS: Mapping[str, Traits] = {
         routes_in_32_bits=True,
     ),
     "hunyuan_v1_moe": Traits(
-        "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True,
+        "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router="yes",
     ),
     "ernie4_5_moe": Traits(
-        "ernie4_5", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, wide_router=True,
+        "ernie4_5", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, wide_router="yes",
     ),
     "qwen2_moe": Traits(
         "qwen3_next", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False,
@@ -201,6 +201,7 @@ TRAITS: Mapping[str, Traits] = {
         layers=_UNGATED._replace(others=(*MAMBA.others, *LATENT_OF_EXPERTS, JOINING)), adapted_output=False,
         kernels=OF_MAMBA,
         modelled=_LORA | {"automodel"},
+        wide_router="since 5.24",
     ),
     "bamba": Traits(
         "bamba", other_activations=False, linear=True, pattern="M*", rotary_divisor=2, layers=MAMBA, kernels=OF_MAMBA,
@@ -213,23 +214,28 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v2": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         layers=_LATENT, converted=MLP, modelled=_IN_ONE_DTYPE,
+        wide_router="since 5.24",
     ),
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         router_bias="model's dtype", layers=_LATENT, converted=MLP,
         modelled=_IN_ONE_DTYPE | {"pipeline", "megatron", "automodel", "automodel blocks"},
+        wide_router="since 5.24",
     ),
     "kimi_linear": Traits(
         "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True,
         latent=True, router_bias="model's dtype", kernels=_OF_DELTA,
+        wide_router="since 5.24",
     ),
     "deepseek_v32": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters"}),
+        wide_router="since 5.24",
     ),
     "glm_moe_dsa": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters", "pipeline"}),
+        wide_router="since 5.24",
     ),
     "mistral4": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
@@ -238,27 +244,33 @@ TRAITS: Mapping[str, Traits] = {
     "glm4_moe_lite": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         router_bias="fp32", layers=_LATENT, converted=MLP, modelled=_LORA | {"automodel", "automodel blocks"},
+        wide_router="since 5.24",
     ),
     "glm4_moe": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=None,
         biased_output=False, rotary_divisor=2, router_bias="fp32", converted=MLP,
         modelled=_LORA | {"prime-rl", "pipeline", "automodel", "automodel blocks"},
+        wide_router="since 5.24",
     ),
     "dots1": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
         router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE | {"pipeline"},
+        wide_router="since 5.24",
     ),
     "solar_open": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False, one_width=True,
         router_bias="fp32", converted=MLP, modelled=_IN_ONE_DTYPE,
+        wide_router="since 5.24",
     ),
     "hy_v3": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
         router_bias="model's dtype", modelled=_IN_ONE_DTYPE | {"pipeline"},
+        wide_router="since 5.24",
     ),
     "exaone_moe": Traits(
         "glm4_moe", other_activations=False, window=True, pattern="LGD", global_without_rotary=True, experts="dispatched",
         shared_experts=True, head_norms=True, router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE,
+        wide_router="since 5.24",
     ),
     "gpt_oss": Traits(
         "gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False, layers=_ALONE,
@@ -333,8 +345,6 @@ MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
-#: transformers' ``from_pretrained`` leaves their routers in fp32 (5.23, core_model_loading.py: a parameter's own dtype wins).
-WIDE_ROUTERS = families(lambda one: one.wide_router)
 DENSE_LAYERS = families(lambda one: one.dense_layers)
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)

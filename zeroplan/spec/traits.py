@@ -72,8 +72,9 @@ class Traits(NamedTuple):
     """It may have shared experts, which every token visits."""
     routes_in_32_bits: bool = False
     """The router's weights stay in fp32, and therefore the experts' weighted outputs as well."""
-    wide_router: bool = False
-    """The router's weights are fp32 in a model of 16 bits, unless the engine casts them."""
+    wide_router: Literal["no", "since 5.24", "yes"] = "no"
+    """The router's weights, and a bias of its scores, are fp32 in a model of 16 bits, unless the engine casts them; for some
+    families since transformers 5.24 (core_model_loading.py: a parameter's own dtype wins)."""
     dense_layers: bool = False
     """Its first layers may have a dense MLP."""
     one_width: bool = False

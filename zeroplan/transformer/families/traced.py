@@ -283,7 +283,7 @@ def structure_of(
         whole_sequences=compute.whole_sequences,
         recompute=compute.recompute if apart else "none",
         chunks="single" if single else _chunks(kind, one=masked),
-        release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
+        release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False, wide_routers=False),
         is_fp16=compute.is_fp16,
         fused=tuple(one for one in compute.fused if one not in _ELSEWHERE and (one != LINEAR_KERNELS or kind in WITH_STATES)),
         offloaded=compute.offloaded and compute.recompute == "none",
