@@ -22,7 +22,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
 from zeroplan.memo import as_key
 from zeroplan.numeric import Float, ceil_div, longest, together, where
-from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -142,7 +142,7 @@ def time_without_a_pipeline(
 # --- one rank's computing ---------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case, rates: Rates, one: BatchSpec) -> Work:
+def _work(rank: Rank, case: _Case, rates: Rates, one: Batch) -> Work:
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(case)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp

@@ -169,13 +169,13 @@ class Strider:
             index - edge for index in one.available
             if low <= index < high and (index in last or ((index >= edge) is not backward and index not in stays))
         ]  # fmt: skip
-        flying = [
+        in_flight = [
             ([index - edge for index in handle.parameters], {index - edge for index in handle.waiting}, handle.arrived)
             for handle in dict.fromkeys(one.in_flight.values())
         ]  # fmt: skip
         coming = {index - edge: used - at for index, used in one.fetched_for.items() if used >= at}
         following = (one.queue[0][0] - edge, one.queue[0][1] - at) if one.queue else ()
-        state = set(inside), set(outside), flying, coming, following, 0 if one.recording else one.counted
+        state = set(inside), set(outside), in_flight, coming, following, 0 if one.recording else one.counted
         return Point(state, self.memory.n_bytes, len(one.queue), sent.calls, dict(sent.counted))
 
     def _times(self, parts: Parts, at: int, most: int) -> int:
