@@ -5,8 +5,9 @@ line are skipped, so it may be stopped at any time and goes on where it was. ``-
 jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for and that the
 pages draw, ``options`` those with fine-tuning, offload and ZeRO++, ``options_torch`` those over the options of DDP and FSDP2,
 every optimizer and few ranks, ``options_deepspeed`` and ``fsdp1`` the same for DeepSpeed and FSDP1, ``stage3_first`` those of
-DeepSpeed's stage 3 whose peak is in the first micro-batches, ``rooms`` those that are also replayed with ever smaller cards. ``--table`` prints how far the estimate is off. At the end the validation page is
-written anew (:mod:`tests.measured.page`).
+DeepSpeed's stage 3 whose peak is in the first micro-batches, ``rooms`` those that are also replayed with ever
+smaller cards. ``--table`` prints how far the estimate is off. At the end the validation page is written anew
+(:mod:`tests.measured.page`).
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class Gathered:
         self.backward: tuple[tuple[Note, ...], ...] = ()
         """Notes of each block, in the order of its gradients."""
         self.again: tuple[tuple[tuple[str, int], ...], ...] = ()
-        """The most while each module of a recomputation is gathered, for each block, by the module's name; "" before all of them."""
+        """For each block, the most while each module of its recomputation is gathered, by the module's name; "" before them."""
         self.modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
         """Notes of each block with frozen weights, by module name; and of its recomputation."""
         self.head_notes: tuple[Note, ...] = ()
