@@ -24,6 +24,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec import megatron
 from zeroplan.spec.adapter import GROUPS, AdapterSpec
 from zeroplan.spec.family import (
+    ALWAYS_SHARED_EXPERTS,
     DENSE_LAYERS,
     DISPATCHED_FAMILIES,
     FAMILIES,
@@ -36,7 +37,6 @@ from zeroplan.spec.family import (
     SHARED_EXPERTS,
     SOME_WINDOWED,
     TRAITS,
-    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
     modelled,
 )
@@ -173,7 +173,7 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
         num_experts=experts,
         num_experts_per_tok=draw.randint(1, min(8, experts)),
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else 8 * _about(draw, 1, 512),
-        num_shared_experts=draw.randint(family in WIDE_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
+        num_shared_experts=draw.randint(family in ALWAYS_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
         num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in DENSE_LAYERS else 0,
     )
 

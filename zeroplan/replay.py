@@ -306,24 +306,27 @@ class _Playing:
     def _run(self, start: int, stop: int) -> tuple[int, int | None]:
         """Replay events; return the most allocated bytes, and the unusable ones when it last reserved more, or None."""
         card, chunks, unrecorded, waits, sizes = self.card, self.chunks, self.unrecorded, self.log.waits, self.sizes
+        early, late, marked, streams = self.early, self.late, self.marked, self.streams
+        request, release = card.request, card.release
         unusable: int | None = None
         most, at = 0, start
         try:
             for at, event in enumerate(self.log.events[start:stop], start):
-                if at in self.early:
-                    card.request(self.workspace)
+                if at in early:
+                    request(self.workspace)
                 if at in waits:
                     card.reached(waits[at])
                 if unrecorded and (event if event >= 0 else -1 - event) in unrecorded:
                     continue
                 if event < 0:
-                    card.release(chunks.pop(-1 - event), once_at=at if -1 - event in self.marked else None)
+                    release(chunks.pop(-1 - event), once_at=at if -1 - event in marked else None)
                     continue
-                before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-                chunks[event] = card.request(sizes[event], self.streams[event])
-                if at in self.late:
-                    card.request(self.workspace)
-                unusable = free if card.reserved_bytes > before else unusable
+                before, allocated = card.reserved_bytes, card.allocated_bytes
+                chunks[event] = request(sizes[event], streams[event])
+                if at in late:
+                    request(self.workspace)
+                if card.reserved_bytes > before:
+                    unusable = before - allocated
                 most = max(most, card.allocated_bytes)
         except CardFullError:
             raise _FullAtError(at) from None

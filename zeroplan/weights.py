@@ -295,7 +295,9 @@ def _sums(
         for owner, member in zip(owners.tolist(), members.tolist(), strict=True):
             found[owner] += array[member]
     elif len(members):
-        starts = np.flatnonzero(np.diff(owners, prepend=-1))
+        begins = np.ones(len(owners), dtype=np.bool_)
+        np.not_equal(owners[1:], owners[:-1], out=begins[1:])
+        starts = begins.nonzero()[0]
         found[owners[starts]] = np.add.reduceat(array[members], starts, axis=0)
     return found
 

@@ -23,6 +23,7 @@ from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.progress import counted
+from zeroplan.spec.batch import Numbers
 from zeroplan.spec.described import JobParts
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
@@ -36,7 +37,7 @@ from zeroplan.transformer.params import parameter_count, trained_count
 from zeroplan.weights import Highest
 
 if TYPE_CHECKING:
-    from zeroplan.engines.pipeline.weighed import Weigher
+    from zeroplan.engines.pipeline.weighed import WeighedRank, Weigher
 
 
 class Found(NamedTuple):
@@ -87,13 +88,13 @@ def search(
     pipelines that cannot be nearly as fast as a layout that fits.
     """
     bounds = None if slow_too else Bounds(base, fixed, mfu)
-    with remembering(), _without_garbage_collection():
+    with remembering(), without_garbage_collection():
         return _search(_Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds), offload_too=offload_too)
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off: a search keeps nearly all its objects until its end."""
+def without_garbage_collection() -> Iterator[None]:
+    """Turn garbage collection off: a plan keeps nearly all its objects until its end."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -109,7 +110,7 @@ def faster_than(
     """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
     bounds = Bounds(base, fixed, mfu)
     space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds, quickest=NEARLY * rate)
-    with remembering(), _without_garbage_collection():
+    with remembering(), without_garbage_collection():
         return tuple(_searched(space, offload=False))
 
 
@@ -321,12 +322,22 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         batch = grid.numbers_at(at)
-        ends = [ranks.rank(rank, batch) for rank in (0, grid.pp - 1)]
-        if any(rank.waits_for_more(room) for rank in ends) or any(rank.exceeds(room) for rank in ends):
+        if _exceeds(ranks, (0, grid.pp - 1), batch, room):
             fits[0] = grid.row(grid.micro_batch_size) < batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     return grid.with_batches(fits)
+
+
+def _exceeds(ranks: "Weigher", numbers: Iterable[int], batch: Numbers, room: int) -> bool:
+    """Whether some of a pipeline's ranks needs more than ``room``. The bytes that wait on a rank often decide this. [bytes]"""
+    seen = list["WeighedRank"]()
+    for number in numbers:
+        rank = ranks.rank(number, batch)
+        if rank.waits_for_more(room):
+            return True
+        seen.append(rank)
+    return any(rank.exceeds(room) for rank in seen)
 
 
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:

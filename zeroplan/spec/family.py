@@ -341,6 +341,8 @@ INDEXED_FAMILIES = families(lambda one: one.indexed)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 #: Families whose shared expert has its own width.
 WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))
+#: Families whose class always builds a shared expert; without a width it would be as wide as a dense MLP (HYV3MLP).
+ALWAYS_SHARED_EXPERTS = (*WIDE_SHARED_EXPERTS, "hy_v3")
 MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")

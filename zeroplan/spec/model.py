@@ -13,6 +13,7 @@ from zeroplan.spec.adapter import (
 )
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
+    ALWAYS_SHARED_EXPERTS,
     DENSE_LAYERS,
     FREE_ACTIVATION,
     HEAD_NORMS,
@@ -27,7 +28,6 @@ from zeroplan.spec.family import (
     SHARED_EXPERTS,
     SOME_WINDOWED,
     USUAL_ACTIVATION,
-    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
     Family,
     modelled,
@@ -597,7 +597,7 @@ class ModelSpec(Spec):
         for name, family in (("latent_size", "nemotron_h"), ("separate", "mixtral"), ("num_groups", "deepseek_v2")):
             if getattr(self.moe, name, 0) and self.family != family:
                 raise SpecError(f"{name}={getattr(self.moe, name)} of a {self.family} model's experts: only {family} has it")
-        if self.moe is not None and self.family in WIDE_SHARED_EXPERTS and not self.moe.num_shared_experts:
+        if self.moe is not None and self.family in ALWAYS_SHARED_EXPERTS and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
         if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
             raise SpecError(f"family={self.family!r} has no shared experts; only {' and '.join(SHARED_EXPERTS)} have")

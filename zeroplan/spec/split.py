@@ -69,6 +69,8 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         (model.adapter is not None and "adapters", "full training"),
+        # torch 2.13, aten/src/ATen/native/transformers/attention.cpp, pad_last_dim: ranks then exchange wider keys and values.
+        (model.head_dim % 8 != 0 and f"head_dim={model.head_dim}, which the flash kernel pads,", "a multiple of 8 for it"),
         (recipe.loss not in ("full", "fused") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"),
         *_of_model_and_batch(model, recipe, batch),
     )
