@@ -313,7 +313,7 @@ class _Replay(Coordinator):
             later=later, last_forward=last_forward,
         )  # fmt: skip
         self.whole, ways, self.recomputed = one.whole, one.options.zero_hpz_partition_size, one.recomputed
-        self.repeats = decided is None and ways == 1 and not (one.on_nvme or one.sharing.width)
+        self.repeats = not (one.on_nvme or one.sharing.width)
         """Whether its state can repeat from block to block."""
         for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
             n_bytes = 0 if index in self.persistent else self.element * ceil_div(numel, ways)
@@ -326,9 +326,16 @@ class _Replay(Coordinator):
 
     def decide(self) -> None:
         """Run all steps and record only where parameters are released."""
-        for at, step in enumerate(self.steps):
+        strider, at = self._strider(), 0
+        while at < len(self.steps):
+            times, _ = strider.skip(at)
+            at += times * strider.n_steps(at) if times else 0
             self.begin(at)
-            self.release(at, step)
+            self.release(at, self.steps[at])
+            at += 1
+
+    def _strider(self) -> Strider:
+        return Strider(self, self.memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
 
     def release(self, at: int, step: Step) -> None:
         """End the modules whose end a hook sees before the next module starts."""
@@ -356,7 +363,7 @@ class _Replay(Coordinator):
     def _seen(self) -> list[tuple[int, int, int, int]]:
         """Return for every step the gathered elements: the most while it gathers, while it runs, saved of its own, and after it."""
         memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int]]()
-        strider = Strider(self, memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
+        strider = self._strider()
         while len(seen) < len(self.steps):
             times, more = strider.skip(len(seen))
             if times > 0:
