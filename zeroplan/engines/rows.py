@@ -302,7 +302,13 @@ def _order(model: ModelSpec | None, names: tuple[str, ...]) -> list[int]:
     modules = [name.rpartition(".")[0] for name in names]
     owners = tuple(dict.fromkeys(modules))
     every = owners if model is None else executed_modules(model, owners)
-    return [at for owner in every for at, module in enumerate(modules) if module == owner]
+    places = sorted(range(len(names)), key=lambda at: at - 1.5 * names[at].endswith(_BIAS_OF_EXPERTS))  # before the weight
+    return [at for owner in every for at in places if modules[at] == owner]
+
+
+#: The biases of GPT-OSS's experts. Each is registered after its weight, but its rows are selected before the grouped product with
+#: that weight runs, so its gradient comes later (transformers 5.23, integrations/moe.py, ``grouped_mm_experts_forward``).
+_BIAS_OF_EXPERTS = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
 
 
 def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:

@@ -13,7 +13,6 @@ from zeroplan.spec.family import (
     INDEXED_FAMILIES,
     LEARNED_POSITIONS,
     TRAITS,
-    WIDE_ROUTERS,
     modelled,
 )
 from zeroplan.spec.float8 import check_float8
@@ -39,7 +38,7 @@ from zeroplan.spec.recipe import (
     Stage,
     ways_of_resharding,
 )
-from zeroplan.spec.releases import check_release, is_reentrant
+from zeroplan.spec.releases import check_release, is_reentrant, release_of
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
 from zeroplan.spec.traits import ATTENTION
@@ -486,11 +485,13 @@ class JobSpec(Spec):
 
     def _check_router(self) -> None:
         """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
-        recipe = self.recipe
-        if self.model.family in WIDE_ROUTERS and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
+        recipe, when = self.recipe, "no" if self.model.moe is None else self.model.traits.wide_router
+        wide = when == "yes" or (when == "since 5.24" and release_of(recipe.transformers).wide_routers)
+        if wide and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
+            older = "" if when == "yes" else ", or a release before 5.24"
             raise SpecError(
                 f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in "
-                "fp32; use 'bf16-mixed', or engine 'deepspeed'"
+                f"fp32; use 'bf16-mixed', or engine 'deepspeed'{older}"
             )
 
     def _check_fused_loss(self) -> None:

@@ -15,6 +15,7 @@ from zeroplan.errors import MeasurementError, SpecError
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -61,6 +62,18 @@ def test_a_shape_with_unplaced_parameters_is_refused():
 
     with pytest.raises(MeasurementError, match="name a model"):
         config(replace(model("gpt2"), unplaced_parameters=3))
+
+
+@pytest.mark.parametrize("recipe", [
+    RecipeSpec(engine="ddp", zero_stage=0, ddp=DdpOptions(compiled=True)),
+    RecipeSpec(engine="fsdp2", offload_activations=True, inputs_in_flight=5),
+], ids=["compiled", "streams of copies"])  # fmt: skip
+def test_options_that_a_run_would_ignore_are_refused(recipe: RecipeSpec):
+    from zeroplan.verify.training.workload import workload
+
+    job = JobSpec(model=model_from_config(tiny_config("llama")), recipe=recipe)
+    with pytest.raises(MeasurementError, match=r"leave (ddp\.compiled|inputs_in_flight) out"):
+        workload(job, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("where", "says"), [

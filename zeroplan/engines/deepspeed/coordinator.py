@@ -118,7 +118,7 @@ class Coordinator:
         self.counted = 0
         self.in_graph: set[int] = set()
         """Parameters whose gathered tensors the graph holds."""
-        self.turned = False
+        self.in_backward = False
         """The backward has begun."""
         self.sent = {FORWARD: Sent(), BACKWARD: Sent()}
         ways = self.options.zero_hpz_partition_size
@@ -130,13 +130,13 @@ class Coordinator:
     def begin(self, at: int) -> None:
         """Begin a module: gather its parameters and prefetch the next ones."""
         step, memory = self.steps[at], self.memory
-        self.turned = self.turned or step.direction == BACKWARD
+        self.in_backward = self.in_backward or step.direction == BACKWARD
         memory.stream = self.stream
         if step.parameters:
             self._fetch(at, step.parameters)
         self._prefetch()
         memory.stream = 0
-        self.in_graph.update(() if self.turned else step.in_graph)  # a recomputed block's graph is freed with it
+        self.in_graph.update(() if self.in_backward else step.in_graph)  # a recomputed block's graph is freed with it
 
     def free(self, at: int, freed: Freed) -> None:
         """End a module that began at a step: release parameters that are not needed soon."""
@@ -181,7 +181,7 @@ class Coordinator:
             self.read -= self.persistent  # persistent parameters are never released, so their buffers are free
         self.in_flight.update(dict.fromkeys(indices, handle))
         self.counted += sum(self.numel[index] for index in indices)
-        sent = self.sent[BACKWARD if self.turned else FORWARD]
+        sent = self.sent[BACKWARD if self.in_backward else FORWARD]
         for index in indices:
             sent.counted[self.numel[index]] += 1
         sent.calls += len(indices) if sequential else 1

@@ -56,6 +56,8 @@ class Gathered:
         """Held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
         self.backward: tuple[tuple[Note, ...], ...] = ()
         """Notes of each block, in the order of its gradients."""
+        self.again: tuple[tuple[int, int], ...] = ()
+        """For each block: the most while its recomputation gathers before it has saved anything, and the most afterwards."""
         self.modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
         """Notes of each block with frozen weights, by module name; and of its recomputation."""
         self.head_notes: tuple[Note, ...] = ()
@@ -112,6 +114,7 @@ class Gathered:
                 self.embedding = max(self.embedding, note.gathering)
                 self.below += [note] if step.parameters else []
         self._after_blocks(after_blocks)
+        self.again = tuple(map(_gathered_again, blocks))
         if all(self.whole.trained):
             self.backward = tuple(map(per_gradient, blocks))
         else:
@@ -129,6 +132,17 @@ class Gathered:
     def _idle(self, step: Step) -> bool:
         """Whether a module has parameters and makes no gradients."""
         return bool(step.parameters) and not any(self.whole.trained[index] for index in step.parameters)
+
+
+def _gathered_again(notes: list[Noted]) -> tuple[int, int]:
+    """Return the most that a block's recomputation gathers up to its first module with parameters, and after that module."""
+    most, at = [0, 0], 0
+    for step, note in notes:
+        if note.made:
+            break
+        most[at] = max(most[at], note.gathering)
+        at = 1 if step.parameters else at
+    return most[0], most[1]
 
 
 def _at_head(counts: list[int]) -> tuple[int, int, int]:
@@ -259,7 +273,7 @@ def more_than(early: Gathered, later: Gathered, *, of_blocks_in_forward: bool = 
 
 _COUNTED = (
     "first", "forward", "before_experts", "norm_forward", "head_gathering", "head_forward", "loss", "head",
-    "head_runs", "past_head", "head_notes", "backward", "modules", "below", "embedding", "end",
+    "head_runs", "past_head", "head_notes", "again", "backward", "modules", "below", "embedding", "end",
 )  # fmt: skip
 """The attributes of :class:`Gathered` that count gathered elements."""
 
@@ -344,13 +358,15 @@ class _Replay(Coordinator):
 
     def run(self) -> Gathered:
         """Run all steps and return the gathered elements."""
-        found, backward = Gathered(self.whole), list[Noted]()
-        for step, (gathering, during, saved, after) in zip(self.steps, self._seen(), strict=True):
+        found, backward, since = Gathered(self.whole), list[Noted](), 0
+        for step, (gathering, during, saved, releasing, after) in zip(self.steps, self._seen(), strict=True):
             if step.direction == BACKWARD or backward:
-                backward.append((step, Note(step.made, gathering, during, after, during - saved)))
+                most = max(gathering, since) if backward else gathering
+                backward.append((step, Note(step.made, most, during, after, during - saved)))
             else:
-                found.in_forward(step, gathering, during)
+                found.in_forward(step, max(gathering, since), max(during, releasing))
                 found.loss = after
+            since = releasing
         if backward:
             found.in_backward(backward)
         else:
@@ -360,21 +376,32 @@ class _Replay(Coordinator):
         found.persistent_sent = tuple(sorted(Counter(self.numel[index] for index in self.persistent).items()))
         return found
 
-    def _seen(self) -> list[tuple[int, int, int, int]]:
-        """Return for every step the gathered elements: the most while it gathers, while it runs, saved of its own, and after it."""
-        memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int]]()
+    def _seen(self) -> list[tuple[int, int, int, int, int]]:
+        """Return for every step the gathered elements.
+
+        They are the most while it gathers, those while it runs and saved of its own, the most while its release makes second
+        partitions (hpZ), which it does before it frees a parameter, and those that are left.
+        """
+        memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int, int]]()
         strider = self._strider()
         while len(seen) < len(self.steps):
             times, more = strider.skip(len(seen))
             if times > 0:
                 part, more = seen[-strider.n_steps(len(seen)) :], more // element
-                seen += [(g + n * more, d + n * more, s, a + n * more) for n in range(1, times + 1) for g, d, s, a in part]
+                seen += [
+                    (g + n * more, d + n * more, s, r + n * more if r else 0, a + n * more)
+                    for n in range(1, times + 1)
+                    for g, d, s, r, a in part
+                ]
             at = len(seen)
             step = self.steps[at]
             memory.most = memory.n_bytes
             self.begin(at)
             gathering, during = memory.most // element, self.elements
-            saved = sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.turned else 0
+            saved = (
+                sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.in_backward else 0
+            )
+            memory.most = 0  # only a request sets it
             self.release(at, step)
-            seen.append((gathering, during, saved, self.elements))
+            seen.append((gathering, during, saved, memory.most // element, self.elements))
         return seen

@@ -146,7 +146,7 @@ class Strider:
         """The releases that an earlier pass decided, in the order of their steps."""
 
     def _are_alike(self, parts: Parts) -> bool:
-        """Whether the same parameters of all parts are persistent. ``stage3_model_persistence_threshold`` may end in one of them."""
+        """Whether all parts have the same persistent parameters. ``stage3_model_persistence_threshold`` may end in one of them."""
         persistent = sorted(index for index in self.one.persistent if parts.low <= index < parts.high)
         n_parts, n_later = len(parts.at) - 1, abs(parts.n_later)
         of_one = [index - parts.low for index in persistent[: len(persistent) // n_parts]]
@@ -187,13 +187,13 @@ class Strider:
             index - edge for index in one.available
             if low <= index < high and (index in last or ((index >= edge) is not backward and index not in stays))
         ]  # fmt: skip
-        flying = [
+        in_flight = [
             ([index - edge for index in handle.parameters], {index - edge for index in handle.waiting}, handle.arrived)
             for handle in dict.fromkeys(one.in_flight.values())
         ]  # fmt: skip
         coming = {index - edge: used - at for index, used in one.fetched_for.items() if used >= at}
         following = (one.queue[0][0] - edge, one.queue[0][1] - at) if one.queue else ()
-        state = set(inside), set(outside), flying, coming, following, self._seconds(parts, edge)
+        state = set(inside), set(outside), in_flight, coming, following, self._seconds(parts, edge)
         return Point(state, *counts)
 
     def _seconds(self, parts: Parts, edge: int) -> tuple[set[int], object]:

@@ -156,7 +156,7 @@ class Block(NamedTuple):
     """Number of experts that run one after the other, each on its own tokens."""
     head_norms: bool = False
     """The block normalises queries and keys over each head."""
-    unturned: bool = False
+    without_rotary: bool = False
     """Attention has no rotary positions."""
     filled: bool = False
     """The flash kernel pads heads, whose size is no multiple of 8."""

@@ -213,15 +213,15 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     key = op.norm(tape, bare, "norm of the keys", NORM, weight=d, rows=T * k_d, place=Place(At.NORM, Module.K_NORM))
     tape.release(bare)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
+    with_positions = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
-    context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
+    context, weights = block.attend(tape, Heads(*with_positions, value, block.grouped, block.one_key, joined=True))
     opened = op.pointwise(tape, gate, "sigmoid of the gate", ATTENTION, saves_result=True)
     gated_context = op.product(tape, context, opened, "gated attention, input of the output projection", ATTENTION)
     tape.release(context, opened)
     site = Site("output projection", ATTENTION, Module.O)
     made = op.linear(tape, gated_context, h, site, reads=c, bias=block.output_bias)
-    tape.release(gated_context, gate, value, *turned)
+    tape.release(gated_context, gate, value, *with_positions)
     return Attended(made, weights)
 
 
