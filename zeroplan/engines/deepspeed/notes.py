@@ -329,7 +329,7 @@ class _Replay(Coordinator):
             later=later, last_forward=last_forward,
         )  # fmt: skip
         self.whole, ways, self.recomputed = one.whole, one.options.zero_hpz_partition_size, one.recomputed
-        self.repeats = decided is None and ways == 1 and not (one.on_nvme or one.sharing.width)
+        self.repeats = not (one.on_nvme or one.sharing.width)
         """Whether its state can repeat from block to block."""
         for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
             n_bytes = 0 if index in self.resident else self.element * ceil_div(numel, ways)
@@ -342,9 +342,16 @@ class _Replay(Coordinator):
 
     def decide(self) -> None:
         """Run all steps and record only where parameters are released."""
-        for at, step in enumerate(self.steps):
+        strider, at = self._strider(), 0
+        while at < len(self.steps):
+            times, _ = strider.skip(at)
+            at += times * strider.n_steps(at) if times else 0
             self.begin(at)
-            self.release(at, step)
+            self.release(at, self.steps[at])
+            at += 1
+
+    def _strider(self) -> Strider:
+        return Strider(self, self.memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
 
     def release(self, at: int, step: Step) -> None:
         """End the modules whose end a hook sees before the next module starts."""
@@ -378,13 +385,13 @@ class _Replay(Coordinator):
         partitions (hpZ), which it does before it frees a parameter, and those that are left.
         """
         memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int, int]]()
-        strider = Strider(self, memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
+        strider = self._strider()
         while len(seen) < len(self.steps):
             times, more = strider.skip(len(seen))
             if times > 0:
                 part, more = seen[-strider.n_steps(len(seen)) :], more // element
                 seen += [
-                    (g + n * more, d + n * more, s, r + n * more, a + n * more)
+                    (g + n * more, d + n * more, s, r + n * more if r else 0, a + n * more)
                     for n in range(1, times + 1)
                     for g, d, s, r, a in part
                 ]
