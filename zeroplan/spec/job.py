@@ -471,12 +471,14 @@ class JobSpec(Spec):
     def _check_indexer(self) -> None:
         """Raise SpecError for jobs of sparse attention that are not modelled, and where its weights without gradients matter.
 
-        DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
+        DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it, as Adagrad does; with adapters they are
+        frozen.
         """
         recipe, family, adapted = self.recipe, self.model.family, self.model.adapter is not None
         for refused, instead in (
             (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
             (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.optimizer == "adagrad" and not adapted and "optimizer 'adagrad', which makes its states at once,", "adamw"),
         ):
             if refused and family in INDEXED_FAMILIES:
                 raise SpecError(
@@ -536,7 +538,7 @@ class JobSpec(Spec):
 
     def _check_expert_ranks(self) -> None:
         """Raise SpecError if the ranks do not divide the experts, and for options not modelled with expert parallelism."""
-        ep, moe, recipe = self.mesh.ep, self.model.moe, self.recipe
+        ep, moe, recipe, adapter = self.mesh.ep, self.model.moe, self.recipe, self.model.adapter
         if moe is None:
             raise SpecError(f"ep={ep} needs a model with experts, and this one ({self.model.family}) has none; leave ep out")
         if moe.num_experts % ep:
@@ -545,6 +547,7 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (adapter is not None and adapter.quantize_experts and "experts in four bits", "ep=1"),
             (self.mesh.tp > 1 and bool(SENDING & set(recipe.fused_parts)) and "kernels that send tokens and tp", "tp=1"),
             (ways_of_resharding(recipe.fsdp2) is not None and "a number for reshard_after_forward", "true or false"),
         )

@@ -12,6 +12,7 @@ from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import model
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
@@ -74,6 +75,15 @@ def test_options_that_a_run_would_ignore_are_refused(recipe: RecipeSpec):
     job = JobSpec(model=model_from_config(tiny_config("llama")), recipe=recipe)
     with pytest.raises(MeasurementError, match=r"leave (ddp\.compiled|inputs_in_flight) out"):
         workload(job, dtype=torch.float32)
+
+
+def test_adapters_of_automodel_are_refused():
+    from zeroplan.verify.training.workload import workload
+
+    adapter = AdapterSpec(rank=4, targets="attention", automodel=True)
+    spec = replace(model_from_config(tiny_config("llama")), adapter=adapter)
+    with pytest.raises(MeasurementError, match="none of NeMo AutoModel's"):
+        workload(JobSpec(model=spec), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("where", "says"), [
