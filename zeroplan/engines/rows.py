@@ -173,9 +173,12 @@ def _cuts(keys: list[str]) -> list[tuple[int, int]]:
 _LEAF = "leaf module"
 
 
+_OF_LEAF = ("mlp.experts.", "mlp.gate.", "mlp.shared_expert.", "mlp.shared_expert_gate.")
+
+
 def is_leaf(whole: Row, name: str) -> bool:
     """Whether a parameter belongs to a module that is gathered as one: the whole MLP of a block with experts."""
-    return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
+    return whole.model.family in LEAF_FAMILIES and name.startswith(_OF_LEAF)
 
 
 def embedding_elements(whole: Row) -> int:

@@ -107,6 +107,10 @@ class Coordinator:
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
         self.starts = (*whole.starts, whole.n_elements)
+        self.bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
+        """Elements that it gathers ahead at most."""
+        self.room: list[int] = []
+        """The live parameters that it could still gather at each prefetch; equal blocks are compared by it. [elements]"""
         self.queue = deque(fixed.queue)
         self.fetched_for: dict[int, int] = {}
         self.available: set[int] = set()
@@ -280,8 +284,9 @@ class Coordinator:
     def _prefetch(self) -> None:
         if self.recording:
             return
-        bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
-        limit = min(self.options.stage3_max_live_parameters - self.counted, bucket)
+        bucket, room = self.bucket, self.options.stage3_max_live_parameters - self.counted
+        self.room.append(room)
+        limit = min(room, bucket)
         chosen: list[int] = []
         numel = 0
         while bucket and self.queue and numel < limit:

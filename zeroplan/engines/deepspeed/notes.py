@@ -56,8 +56,8 @@ class Gathered:
         """Held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
         self.backward: tuple[tuple[Note, ...], ...] = ()
         """Notes of each block, in the order of its gradients."""
-        self.again: tuple[tuple[int, int], ...] = ()
-        """For each block: the most while its recomputation gathers before it has saved anything, and the most afterwards."""
+        self.again: tuple[tuple[tuple[str, int], ...], ...] = ()
+        """For each block, the most while each module of its recomputation is gathered, by the module's name; "" before them."""
         self.modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
         """Notes of each block with frozen weights, by module name; and of its recomputation."""
         self.head_notes: tuple[Note, ...] = ()
@@ -134,15 +134,17 @@ class Gathered:
         return bool(step.parameters) and not any(self.whole.trained[index] for index in step.parameters)
 
 
-def _gathered_again(notes: list[Noted]) -> tuple[int, int]:
-    """Return the most that a block's recomputation gathers up to its first module with parameters, and after that module."""
-    most, at = [0, 0], 0
+def _gathered_again(notes: list[Noted]) -> tuple[tuple[str, int], ...]:
+    """Return the most while each module of a block's recomputation is gathered; first what is gathered before it."""
+    before, again = 0, list[tuple[str, int]]()
     for step, note in notes:
         if note.made:
             break
-        most[at] = max(most[at], note.gathering)
-        at = 1 if step.parameters else at
-    return most[0], most[1]
+        if step.direction == FORWARD:
+            again.append((step.name, note.gathering))
+        elif not again:
+            before = max(before, note.gathering)
+    return (("", before), *again)
 
 
 def _at_head(counts: list[int]) -> tuple[int, int, int]:
@@ -327,10 +329,10 @@ class _Replay(Coordinator):
             later=later, last_forward=last_forward,
         )  # fmt: skip
         self.whole, ways, self.recomputed = one.whole, one.options.zero_hpz_partition_size, one.recomputed
-        self.repeats = decided is None and ways == 1 and not (one.on_nvme or one.sharing.width)
+        self.repeats = not (one.on_nvme or one.sharing.width)
         """Whether its state can repeat from block to block."""
         for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
-            n_bytes = 0 if index in self.persistent else self.element * ceil_div(numel, ways)
+            n_bytes = 0 if index in self.resident else self.element * ceil_div(numel, ways)
             self.memory.request(SECOND, n_bytes, Kind.GATHER, "second partition of a parameter")
 
     @property
@@ -340,9 +342,16 @@ class _Replay(Coordinator):
 
     def decide(self) -> None:
         """Run all steps and record only where parameters are released."""
-        for at, step in enumerate(self.steps):
+        strider, at = self._strider(), 0
+        while at < len(self.steps):
+            times, _ = strider.skip(at)
+            at += times * strider.n_steps(at) if times else 0
             self.begin(at)
-            self.release(at, step)
+            self.release(at, self.steps[at])
+            at += 1
+
+    def _strider(self) -> Strider:
+        return Strider(self, self.memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
 
     def release(self, at: int, step: Step) -> None:
         """End the modules whose end a hook sees before the next module starts."""
@@ -376,13 +385,13 @@ class _Replay(Coordinator):
         partitions (hpZ), which it does before it frees a parameter, and those that are left.
         """
         memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int, int]]()
-        strider = Strider(self, memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
+        strider = self._strider()
         while len(seen) < len(self.steps):
             times, more = strider.skip(len(seen))
             if times > 0:
                 part, more = seen[-strider.n_steps(len(seen)) :], more // element
                 seen += [
-                    (g + n * more, d + n * more, s, r + n * more, a + n * more)
+                    (g + n * more, d + n * more, s, r + n * more if r else 0, a + n * more)
                     for n in range(1, times + 1)
                     for g, d, s, r, a in part
                 ]

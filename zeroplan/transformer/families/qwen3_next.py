@@ -6,6 +6,7 @@ Qwen3.5 has a matrix for each input of linear attention, and models with a plain
 linear attention.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 from zeroplan.expr import NOTHING
@@ -229,9 +230,15 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run the MLP, or the gated shared expert and the routed experts. The routing tensors live until the module returns."""
+    """Run the MLP, or the module of the shared and the routed experts, which DeepSpeed gathers as one in Qwen2-MoE."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
+    with tape.owning(leaf=True) if block.family == "qwen2_moe" else nullcontext():
+        return _routed_and_shared(tape, normal, block)
+
+
+def _routed_and_shared(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run the gated shared expert and the routed experts. The routing tensors live until the module returns."""
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
     routing = router(tape, flat, narrowed=True, divided=block.family != "qwen2_moe")

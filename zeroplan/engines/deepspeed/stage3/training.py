@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.deepspeed.adapted import highest_places
-from zeroplan.engines.deepspeed.buckets import unreduced_elements
+from zeroplan.engines.deepspeed.buckets import unreduced_elements, waiting_elements
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
@@ -222,17 +222,17 @@ class Training:
                 self._gather_experts(one, point)
 
     def _gather_again(self, one: KindPass) -> None:
-        """Write the gathers of a recomputation.
-
-        Those after its first module count with all that it saves: an upper bound, since some modules save later.
-        """
-        again, incoming = self.gathered.again, incoming_gradient(self.these)
-        for part in range(2 if one.recompute == "full" else 0):
-            for block, held in rising(one.blocks, [most[part] for most in again].__getitem__):
-                self._enter(block)
-                lines = running_lines(self.these, block, 0) if part else (incoming,)
-                beside = (*self._waiting(block, _NOWHERE), *self.tied, *staying_lines(self.job, block, 0))
-                self._at("gathered for a block's recomputation", Phase.BACKWARD, held, lines, beside)
+        """Write the gathers of a recomputation, with what it has saved until then."""
+        if one.recompute != "full":
+            return
+        makers, incoming = [line.tag.module.value for line in one.block.saved], incoming_gradient(self.these)
+        waits = tuple([self._waiting_elements(block) for block in one.blocks])
+        for comes, block, held in _highest_again(self.gathered, one.blocks, waits):
+            made = next((at for at, maker in enumerate(makers) if maker in comes), len(makers)) if comes else 0
+            self._enter(block)
+            beside = (*self._waiting(block, _NOWHERE), *self.tied, *staying_lines(self.job, block, 0))
+            lines = (incoming, *one.block.saved[:made])
+            self._at("gathered for a block's recomputation", Phase.BACKWARD, held, lines, beside)
 
     def _is_lower(self, block: int, held: int, at: _Place) -> bool:
         """Whether an early micro-batch has no more alive at a point than a later one."""
@@ -260,9 +260,9 @@ class Training:
     def _gather_experts(self, one: KindPass, first: BackwardPoint) -> None:
         """Write the gather of experts for their backward, before its ``first`` point has made anything."""
         made = first.gradients
-        at = made, _GATHERING, True, True
-        for block, held in self._with_ends(one, _highest_blocks(self.gathered, one.blocks, at), at):
-            waits = self._waiting(block, _NOWHERE._replace(gradients=made))
+        at, point = (made, _GATHERING, True, True), _NOWHERE._replace(gradients=made)
+        for block, held in self._highest(one, at, point):
+            waits = self._waiting(block, point)
             self._enter(block)
             beside = (*waits, *self.tied, *staying_lines(self.job, block, made))
             self._at("experts gathered for their backward", Phase.BACKWARD, held, first.before, beside)
@@ -273,6 +273,12 @@ class Training:
         if job.recipe.deepspeed.contiguous_gradients:
             return (waiting(job.buckets, job.element, block, point.gradients, point.current_gradient),)
         return (gradient_line(job, self._unreduced(block, point), "gradients that wait to be reduced"),)
+
+    def _waiting_elements(self, block: int) -> int:
+        """Return the elements of gradients of later blocks that wait outside the bucket when a block's backward begins."""
+        if self.job.recipe.deepspeed.contiguous_gradients:
+            return waiting_elements(self.job.buckets, block, 0)[0]
+        return self._unreduced(block, _NOWHERE)
 
     def _unreduced(self, block: int, point: BackwardPoint) -> int:
         """Return the elements of gradients that wait outside any bucket. A tied head's waits for the embedding's first."""
@@ -323,6 +329,24 @@ class Training:
 def _highest_forward(gathered: Gathered, blocks: tuple[int, ...], *, before_experts: bool = False) -> _Highest:
     most = gathered.before_experts if before_experts else gathered.forward
     return rising(blocks, most.__getitem__)
+
+
+@lru_cache(maxsize=256)
+def _highest_again(
+    gathered: Gathered, blocks: tuple[int, ...], waits: tuple[int, ...]
+) -> tuple[tuple[frozenset[str], int, int], ...]:  # fmt: skip
+    """Return the gathers of recomputations that take more than every later one: the modules to come, the block, the elements.
+
+    Before the first module nothing is to come. ``waits``: the elements of gradients that wait when each block begins.
+    """
+    names, beside = [name for name, _ in gathered.again[blocks[-1]]], dict(zip(blocks, waits, strict=True))
+    chosen, most = list[tuple[frozenset[str], int, int]](), 0
+    for at in range(len(names) - 1, -1, -1):
+        comes = frozenset(names[at:]) if at else frozenset[str]()
+        highest = rising(blocks, {block: gathered.again[block][at][1] + beside[block] for block in blocks}.__getitem__)
+        chosen += [(comes, block, held - beside[block]) for block, held in highest if held > most]
+        most = max(most, highest[-1][1])
+    return tuple(chosen)
 
 
 @lru_cache(maxsize=4096)
