@@ -370,6 +370,7 @@ _OF_CHECKPOINTS = (
     "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves only copies
     GRAPHS,  # of the recomputed forwards
     "attention mask with padding, booleans for each sequence",  # which linear attention gets and does not save
+    "attention masks with padding, local and global, booleans for each sequence",  # blocks save them in numbers
 )  # fmt: skip
 
 
