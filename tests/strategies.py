@@ -24,6 +24,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec import megatron
 from zeroplan.spec.adapter import GROUPS, AdapterSpec
 from zeroplan.spec.family import (
+    ALWAYS_SHARED_EXPERTS,
     DENSE_LAYERS,
     DISPATCHED_FAMILIES,
     FAMILIES,
@@ -36,7 +37,6 @@ from zeroplan.spec.family import (
     SHARED_EXPERTS,
     SOME_WINDOWED,
     TRAITS,
-    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
     modelled,
 )
@@ -117,7 +117,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
         hidden_act=_mostly(draw, None, *get_args(Activation)) if family in FREE_ACTIVATION else None,
         parallel_residual=family != "gpt_neox" or _mostly(draw, True, False),
         moe=_experts(draw, family, ffn, n_layers) if family in MOE_FAMILIES and "-" not in pattern else None,
-        mla=mla, layer_pattern=pattern, turned=not traits.unturned_models or (not traits.one_module and draw.choice((False, True))),
+        mla=mla, layer_pattern=pattern, rotary=not traits.rotary_optional or (not traits.one_module and draw.choice((False, True))),
         linear=_states(draw, family, heads, head_dim, hidden) if traits.linear else None,
         use_qk_norm=TRAITS[family].head_norms is None and draw.choice((False, True)),
     )  # fmt: skip
@@ -156,7 +156,7 @@ def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     groups = 1 if family in (*_PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
     if family == "falcon":
         groups = max(2, groups)
-    return groups * kv_heads, kv_heads, TRAITS[family].turned_width + 2 * TRAITS[family].turned * _about(draw, 2, 32)
+    return groups * kv_heads, kv_heads, TRAITS[family].rotary_width + 2 * TRAITS[family].rotary_divisor * _about(draw, 2, 32)
 
 
 def _biases(draw: Random, family: str) -> tuple[bool, bool]:
@@ -173,7 +173,7 @@ def _experts(draw: Random, family: str, ffn: int, layers: int) -> MoeSpec:
         num_experts=experts,
         num_experts_per_tok=draw.randint(1, min(8, experts)),
         moe_intermediate_size=ffn if family in ONE_WIDTH_FAMILIES else 8 * _about(draw, 1, 512),
-        num_shared_experts=draw.randint(family in WIDE_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
+        num_shared_experts=draw.randint(family in ALWAYS_SHARED_EXPERTS, 2) if family in SHARED_EXPERTS else 0,
         num_dense_layers=_mostly(draw, 0, draw.randint(0, layers)) if family in DENSE_LAYERS else 0,
     )
 

@@ -17,7 +17,7 @@ from zeroplan import SpecError, estimate
 from zeroplan.engines.deepspeed.stage3.step import groups_of
 from zeroplan.engines.pipeline import accounts
 from zeroplan.engines.pipeline.traffic import SEND
-from zeroplan.engines.requests import STEPS, deepspeed_stage3, first_requests_of, not_written, requests_of
+from zeroplan.engines.requests import STEPS, deepspeed_stage3, not_written, program_of, requests_of
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.rows import trained_row
 from zeroplan.estimator import REPLAYED_MICRO_BATCHES
@@ -414,7 +414,7 @@ def test_on_a_card_that_is_too_small_it_says_where_and_on_a_smaller_one_it_tries
 @pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("deepspeed", 1), ("deepspeed", 3), ("fsdp1", 3), ("fsdp2", 3)])
 def test_the_first_micro_batch_alone_runs_out_where_all_steps_do(engine: str, stage: int):
     asked = job(model="gpt2", gpus=8, engine=engine, stage=stage, seq_len=512, grad_accum=2)
-    whole, first = StepReplay(asked), first_requests_of(asked)
+    whole, first = StepReplay(asked), program_of(asked).run_first()
     assert first.events == whole.log.events[: len(first.events)]
     assert first.requests == whole.log.requests[: len(first.requests)]
     for share in (60, 80, 95, 99):

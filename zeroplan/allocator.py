@@ -89,6 +89,8 @@ class _Pool:
     def __init__(self, *, small: bool, expandable: bool, private: int = 0) -> None:
         self.small = small
         self.private = private
+        self.least_rest = _MIN_BLOCK if small or expandable else _LARGEST_SMALL + _MIN_BLOCK
+        """The smallest rest that is split off a block. [bytes]"""
         self._ordered: list[tuple[int, int, Chunk]] = []
         """Size, address and chunk, as the allocator orders free chunks. Tuples of ints compare without a call of Python."""
         self.holes = [Chunk(self, 0, _ENDLESS, mapped=False)] if expandable else []
@@ -118,7 +120,8 @@ class _Pool:
         at = bisect_left(ordered, (size,))
         if at == len(ordered):
             return None
-        if self.holes:
+        after = ordered[at][2].after
+        if after is not None and not after.mapped:  # it can grow
             while at + 1 < len(ordered) and ordered[at + 1][2].grows_to < ordered[at][2].grows_to:
                 at += 1
         chunk = ordered.pop(at)[2]
@@ -186,9 +189,9 @@ class CachingAllocator:
         size = counted_bytes(n_bytes)
         if private:
             self._kept.add(private)
-        pool = self._pool(size, stream, private)
+        pool = self._pools.get((size <= _LARGEST_SMALL, stream, private)) or self._pool(size, stream, private)
         chunk = pool.best_fit(size) or self._more(pool, size)
-        if self._splits(pool, chunk.size - size):
+        if chunk.size - size >= pool.least_rest:
             pool.add(self._cut(chunk, size))
         self.allocated_bytes += chunk.size
         return chunk
@@ -210,7 +213,7 @@ class CachingAllocator:
             if gap := start + offset - rest.address:
                 free, rest = rest, self._cut(rest, gap)
                 pool.add(free)
-            length = size if self._splits(pool, end - offset - size) else end - offset
+            length = size if end - offset - size >= pool.least_rest else end - offset
             more = self._cut(rest, length) if length < rest.size else None
             self.allocated_bytes += rest.size
             used.append(rest)
@@ -288,9 +291,6 @@ class CachingAllocator:
         if key not in self._pools:
             self._pools[key] = _Pool(small=key[0], expandable=self._expandable, private=private)
         return self._pools[key]
-
-    def _splits(self, pool: _Pool, rest: int) -> bool:
-        return rest >= _MIN_BLOCK if pool.small or self._expandable else rest > _LARGEST_SMALL
 
     def _more(self, pool: _Pool, size: int) -> Chunk:
         """Allocate from the GPU; if it is full, free the cache and try once more."""

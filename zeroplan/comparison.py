@@ -151,12 +151,15 @@ def compare(answer: Estimate, measured: Measurement, *, has_scratch: bool = Fals
 def _first(as_run: tuple[Moment, ...], measured: Measurement, later_bytes: int) -> Compared | None:
     """The peak of the first micro-batch, predicted and measured; None if neither is above the peak of a later step.
 
-    A first step of several micro-batches has its peak in the first of them if that is above the later steps.
+    A record has the first step, or only the peak of its passes.
     """
-    if len(measured.steps) == 1:
-        return None
     passes = (Phase.FORWARD.value, Phase.BACKWARD.value)
-    seen = max((phase.peak_bytes for phase in measured.steps[0].phases if phase.phase in passes), default=0)
+    begun = measured.steps[0].phases if len(measured.steps) > 1 else ()
+    early = [phase for phase in begun if phase.phase in passes]
+    early += [] if measured.first_micro_batches is None else [measured.first_micro_batches]
+    if not early:
+        return None
+    seen = max(phase.peak_bytes for phase in early)
     predicted = max((int(moment.total_bytes) for moment in as_run if moment.phase is Phase.FIRST), default=0)
     if not predicted and seen <= measured.steady.peak.peak_bytes:
         return None

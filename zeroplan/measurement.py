@@ -210,6 +210,8 @@ class Measurement(Spec):
     """A user's own workload, ``package.module:function``, that ran instead of the job's model."""
     environment: Environment
     initialisation: PhaseMeasured | None = None
+    first_micro_batches: PhaseMeasured | None = None
+    """The forward and backward passes of the first step, if their peak is another one than in the last step; of simulations."""
     steps: tuple[StepMeasured, ...]
     collectives: tuple[CollectiveMeasured, ...] = ()
     allocator: tuple[AllocatorMeasured, ...] = ()

@@ -220,13 +220,20 @@ class Distinct(NamedTuple):
     values: tuple[int, ...]
     positions: "NDArray[np.intp] | None" = None
 
-    def each(self, function: Callable[[int], Sequence[float]]) -> tuple[Float, ...]:
+    def each(self, function: Callable[[int], Sequence[Float]]) -> tuple[Float, ...]:
         """Return the several results of a function, each as a column with one entry per distinct value; numbers for a number."""
         if self.positions is None:
             return tuple(function(self.values[0]))
         import numpy as np  # noqa: PLC0415  keeps start-up fast
 
         return tuple(np.array(each) for each in zip(*map(function, self.values), strict=True))
+
+    def at_once(self, function: Callable[["NDArray[np.int64]"], Sequence[Float]]) -> tuple[Float, ...]:
+        """Return the several results of a function of a column, which runs once for all distinct values."""
+        import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+        column = np.array(self.values, dtype=np.int64)
+        return tuple(np.broadcast_to(each, column.shape) for each in function(column))
 
     def spread(self, of_distinct: Float) -> Float:
         """Expand a column with one entry per distinct value to one entry per element of the original column."""

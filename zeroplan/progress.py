@@ -14,7 +14,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def progress_reported_to(listener: Listener) -> Iterator[None]:
     """Report the searches within this block to a listener."""
     token = _listener.set(listener)
     try:
@@ -27,7 +27,7 @@ def counted(items: Sequence[_Item]) -> Iterator[_Item]:
     """Yield the items, and report before each how many are done.
 
     >>> seen = []
-    >>> with heard_by(lambda done, of: seen.append((done, of))):
+    >>> with progress_reported_to(lambda done, of: seen.append((done, of))):
     ...     found = list(counted("ab"))
     >>> found, seen
     (['a', 'b'], [(0, 2), (1, 2)])

@@ -89,9 +89,9 @@ def remedies(short: Estimate, *, most: int = 5) -> tuple[Remedy, ...]:
         return ()
     job = short.job
     alone = {kind: remedy for kind in _KINDS if (remedy := _mildest(job, kind))}
-    if alone.keys() - _DEAR:
+    if alone.keys() - _COSTLY:
         return tuple(alone.values())[:most]
-    together = (_combined(job, kinds) for kinds in (_ON_THESE_GPUS, _HEAPED))
+    together = (_combined(job, kinds) for kinds in (_COMBINED_ON_THESE_GPUS, _COMBINED_WITH_MORE_GPUS))
     found = {one.flags: one for one in (*together, *alone.values()) if one is not None}
     return tuple(found.values())[:most]
 
@@ -533,15 +533,17 @@ _KINDS: tuple[_Kind, ...] = (
     _fewer_sequences, _weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state,
 )  # fmt: skip
 #: Changes that are slow, need more GPUs, or change the training.
-_DEAR: frozenset[_Kind] = frozenset((_weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state))
+_COSTLY: frozenset[_Kind] = frozenset(
+    (_weights_in_four_bits, _offloaded_states, _shorter_sequences, _more_gpus, _smaller_state)
+)
 #: The order of combining: sharding is free on the same GPUs, shorter sequences change the training. `_even_shards` comes twice,
 #: since more GPUs may no longer divide the experts.
-_HEAPED: tuple[_Kind, ...] = (
+_COMBINED_WITH_MORE_GPUS: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards, _more_gpus,
     _even_shards, _shorter_sequences,
 )  # fmt: skip
 #: The same without more GPUs or shorter sequences. Offload is slow: it comes last, so it is the first to be removed.
-_ON_THESE_GPUS: tuple[_Kind, ...] = (
+_COMBINED_ON_THESE_GPUS: tuple[_Kind, ...] = (
     _lighter_step, _higher_stage, _fewer_replicas, _lighter_loss, _recompute, _fewer_sequences, _even_shards,
     _weights_in_four_bits, _offloaded_states, _offloaded_activations,
 )  # fmt: skip

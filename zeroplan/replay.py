@@ -14,9 +14,9 @@ from zlib import crc32
 from zeroplan.allocator import CachingAllocator, CardFullError, Chunk, counted_bytes
 from zeroplan.engines.device import workspace_line
 from zeroplan.engines.replayed_shares import off_by
-from zeroplan.engines.requests import first_requests_of, refuse_unwritten, requests_of
+from zeroplan.engines.requests import STEPS, program_of, refuse_unwritten, requests_of
 from zeroplan.engines.requests.log import Call, Log, Part, Request, Starts
-from zeroplan.engines.requests.model import ENDING
+from zeroplan.engines.requests.model import ENDING, ModelPass
 from zeroplan.ledger import Band, Phase
 from zeroplan.script_trace import Blocks, CollectiveRecorded, SpanRecorded, Trace
 from zeroplan.spec.hardware import AllocatorSettings
@@ -92,16 +92,23 @@ class StepReplay:
     @cached_property
     def log(self) -> Log:
         """The requests of all steps."""
-        return requests_of(self.job, pipeline_rank=self._rank, starts=self._starts)
+        if self._program is None:
+            return requests_of(self.job, pipeline_rank=self._rank, starts=self._starts)
+        return self._program.run(STEPS[self.job.recipe.engine])
 
     @cached_property
-    def _first(self) -> "StepReplay | None":
-        """A replay of the first micro-batch alone; None in a pipeline, whose ranks begin with several."""
+    def _program(self) -> ModelPass | None:
+        """The program that writes the requests, after the first micro-batch; None in a pipeline, whose ranks begin with several."""
         if self.job.mesh.pp > 1:
             return None
-        first = StepReplay(self.job, starts=self._starts, keeps_up=self.keeps_up)
-        first.log, first._first = first_requests_of(self.job, starts=self._starts), None
-        return first
+        program = program_of(self.job, starts=self._starts)
+        program.run_first()
+        return program
+
+    @property
+    def _written(self) -> Log:
+        """The requests that are written: of all steps, or of the first micro-batch, which is enough for many answers."""
+        return self.log if "log" in vars(self) or self._program is None else self._program.log
 
     def replayed(self, settings: AllocatorSettings = "default") -> Replayed:
         """The allocator's counters at the end.
@@ -160,15 +167,17 @@ class StepReplay:
 
     def fits(self, room_bytes: int, settings: AllocatorSettings = "default") -> bool:
         """Whether the steps have enough memory if the allocator may reserve at most ``room_bytes``."""
-        shortest = self if "log" in vars(self) or self._first is None else self._first
-        return shortest.held_bytes <= room_bytes and self.on_card(room_bytes, settings).fits
+        return self._least_bytes <= room_bytes and self.on_card(room_bytes, settings).fits
+
+    @cached_property
+    def _least_bytes(self) -> int:
+        """The most that the requests written by then hold at a time. No allocator can reserve less. [bytes]"""
+        return _held_bytes(self._written)
 
     @cached_property
     def held_bytes(self) -> int:
         """The most that the requests hold at a time, in the allocator's units. No allocator can reserve less. [bytes]"""
-        unrecorded = self._unrecorded
-        sizes = [0 if at in unrecorded else counted_bytes(one.n_bytes) for at, one in enumerate(self.log.requests)]
-        return max(accumulate(sizes[event] if event >= 0 else -sizes[-1 - event] for event in self.log.events), default=0)
+        return _held_bytes(self.log)
 
     def on_card(self, room_bytes: int, settings: AllocatorSettings = "default") -> OnCard:
         """The result of the steps if the allocator may reserve at most ``room_bytes``."""
@@ -185,8 +194,7 @@ class StepReplay:
         most = card.highest_bytes
         if full_at is None:
             return OnCard(fits=True, retries=card.retries, phase=None, free_bytes=0, highest_bytes=most)
-        written = self.log if "log" in vars(self) or self._first is None else self._first.log
-        phase = next(span.phase for span in reversed(written.spans) if span.start <= full_at)
+        phase = next(span.phase for span in reversed(self._written.spans) if span.start <= full_at)
         free = card.reserved_bytes - card.allocated_bytes
         return OnCard(fits=False, retries=card.retries, phase=phase, free_bytes=free, highest_bytes=most)
 
@@ -200,24 +208,18 @@ class StepReplay:
 
         Most jobs that run out do so in their first micro-batch, which is replayed before all steps are written.
         """
-        if "log" not in vars(self) and self._first is not None:
-            card, full_at = self._first._on_card(room_bytes, settings)  # noqa: SLF001  the same class
-            if full_at is not None:
-                return card, full_at
         card = CachingAllocator(expandable_segments=settings == "expandable_segments", room_bytes=room_bytes)
+        playing = _Playing(self._written, card, self._workspace_bytes, keeps_up=self.keeps_up)
         try:
-            done = self._play(card, keeps_up=self.keeps_up)
+            if "log" not in vars(self):
+                playing.run()
+                assert self.log is self._written  # noqa: S101  the program has written on
+            done = playing.run()
         except _FullAtError as full:
             return card, full.at
         if not card.retries:  # then the room made no difference
             self._done[settings] = done
         return card, None
-
-    @cached_property
-    def _unrecorded(self) -> frozenset[int]:
-        """The requests that a run on fake tensors does not record: scratch inside CUDA's kernels."""
-        scratch = (at for at, one in enumerate(self.log.requests) if one.reason.startswith("scratch of"))
-        return frozenset(scratch if self.log.starts == "recorded" else ())
 
     @cached_property
     def _larger(self) -> tuple[list[int], ...]:
@@ -234,7 +236,20 @@ class StepReplay:
 
         ``sizes`` replaces the sizes of all requests.
         """
-        return _Playing(self, card, keeps_up=keeps_up, sizes=sizes or [one.n_bytes for one in self.log.requests]).run()
+        return _Playing(self.log, card, self._workspace_bytes, keeps_up=keeps_up, sizes=sizes).run()
+
+
+def _unrecorded(log: Log) -> frozenset[int]:
+    """The requests that a run on fake tensors does not record: scratch inside CUDA's kernels."""
+    scratch = (at for at, one in enumerate(log.requests) if one.reason.startswith("scratch of"))
+    return frozenset(scratch if log.starts == "recorded" else ())
+
+
+def _held_bytes(log: Log) -> int:
+    """The most that the requests hold at a time, in the allocator's units. [bytes]"""
+    unrecorded = _unrecorded(log)
+    sizes = [0 if at in unrecorded else counted_bytes(one.n_bytes) for at, one in enumerate(log.requests)]
+    return max(accumulate(sizes[event] if event >= 0 else -sizes[-1 - event] for event in log.events), default=0)
 
 
 class _Part(NamedTuple):
@@ -251,20 +266,30 @@ class _Part(NamedTuple):
 class _Playing:
     """A replay of a log on an allocator."""
 
-    def __init__(self, of: StepReplay, card: CachingAllocator, *, keeps_up: bool, sizes: Sequence[int]) -> None:
-        log = self.log = of.log
-        self.card, self.sizes, self.streams = card, sizes, [one.stream for one in log.requests]
-        self.chunks, self.unrecorded, self.workspace = dict[int, Chunk](), of._unrecorded, of._workspace_bytes  # noqa: SLF001
+    def __init__(
+        self, log: Log, card: CachingAllocator, workspace_bytes: int, *, keeps_up: bool, sizes: Sequence[int] = ()
+    ) -> None:
+        """``sizes`` replaces the sizes of all requests."""
+        self.log, self.card, self.workspace, self.others = log, card, workspace_bytes, sizes
+        self.chunks = dict[int, Chunk]()
         self.marked = frozenset[int]() if keeps_up else log.marked
-        products, nothing = frozenset(log.products.values()), frozenset[int]()
-        self.early, self.late = (products, nothing) if log.starts == "recorded" else (nothing, products)
+        self.known: dict[Part | None, _Part] = {}
+        self.at = self.unusable = 0
 
     def run(self) -> Replayed:
-        """Replay all steps. A part that is repeated on the same free memory changes nothing, so it is not replayed again."""
-        card, highest, unusable = self.card, 0, 0
-        last = next(span.start for span in self.log.spans if span.step == self.log.spans[-1].step)
-        known: dict[Part | None, _Part] = {}
-        for start, stop, part in self.log.stretches(last):
+        """Replay the log from where the last call ended, and return the counters at its end.
+
+        A part that is repeated on the same free memory changes nothing, so it is not replayed again.
+        """
+        log, card, known, highest, unusable = self.log, self.card, self.known, 0, self.unusable
+        self.sizes, self.streams = self.others or [one.n_bytes for one in log.requests], [one.stream for one in log.requests]
+        products, nothing = frozenset(log.products.values()), frozenset[int]()
+        self.early, self.late = (products, nothing) if log.starts == "recorded" else (nothing, products)
+        self.unrecorded = _unrecorded(log)
+        last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
+        for start, stop, part in log.stretches(self.at, last):
+            if start < self.at:
+                continue
             free, done = None if part is None else card.free, known.get(part)
             if done is None or done.free != free:
                 retries, (most, grown) = card.retries, self._run(start, stop)
@@ -275,29 +300,33 @@ class _Playing:
                 card.retries += done.retries
             unusable = unusable if done.unusable is None else done.unusable
             highest = max(highest, done.highest) if start >= last else 0
+        self.at, self.unusable = len(log.events), unusable
         return Replayed(highest, card.highest_bytes, unusable)
 
     def _run(self, start: int, stop: int) -> tuple[int, int | None]:
         """Replay events; return the most allocated bytes, and the unusable ones when it last reserved more, or None."""
         card, chunks, unrecorded, waits, sizes = self.card, self.chunks, self.unrecorded, self.log.waits, self.sizes
+        early, late, marked, streams = self.early, self.late, self.marked, self.streams
+        request, release = card.request, card.release
         unusable: int | None = None
         most, at = 0, start
         try:
             for at, event in enumerate(self.log.events[start:stop], start):
-                if at in self.early:
-                    card.request(self.workspace)
+                if at in early:
+                    request(self.workspace)
                 if at in waits:
                     card.reached(waits[at])
                 if unrecorded and (event if event >= 0 else -1 - event) in unrecorded:
                     continue
                 if event < 0:
-                    card.release(chunks.pop(-1 - event), once_at=at if -1 - event in self.marked else None)
+                    release(chunks.pop(-1 - event), once_at=at if -1 - event in marked else None)
                     continue
-                before, free = card.reserved_bytes, card.reserved_bytes - card.allocated_bytes
-                chunks[event] = card.request(sizes[event], self.streams[event])
-                if at in self.late:
-                    card.request(self.workspace)
-                unusable = free if card.reserved_bytes > before else unusable
+                before, allocated = card.reserved_bytes, card.allocated_bytes
+                chunks[event] = request(sizes[event], streams[event])
+                if at in late:
+                    request(self.workspace)
+                if card.reserved_bytes > before:
+                    unusable = before - allocated
                 most = max(most, card.allocated_bytes)
         except CardFullError:
             raise _FullAtError(at) from None

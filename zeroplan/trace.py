@@ -7,11 +7,11 @@ A moment stores the groups of lines that are alive, key by key. The peak is the 
 are joined only when code reads them.
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
-from typing import NamedTuple, overload
+from typing import NamedTuple, cast, overload
 
 from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
@@ -144,15 +144,8 @@ class Moments(Sequence[Moment]):
     @cached_property
     def highest_entry(self) -> Entry | None:
         """The entry with the highest moment, the first of equal ones; None if sizes are columns."""
-        alive = [entry.alive for entry in self.entries]
-        keys = [tuple(map(id, groups)) for groups in alive]
-        groups = dict(zip(chain.from_iterable(keys), chain.from_iterable(alive), strict=True))
-        if not set(map(type, map(_n_bytes, chain.from_iterable(groups.values())))) <= {int}:
-            return None
-        sizes = dict(zip(groups, map(total_bytes, groups.values()), strict=True))
-        insides: list[Int] = [0 if entry.inside is None else entry.inside.most for entry in self.entries]
-        totals = [sum(map(sizes.__getitem__, key), start=inside) for key, inside in zip(keys, insides, strict=True)]
-        return self.entries[totals.index(max(totals))] if set(map(type, totals)) == {int} else None
+        found = totals_of(self.entries, total_bytes)
+        return None if found is None else self.entries[found[0].index(max(found[0]))]
 
     def peak(self) -> Moment:
         """Return the highest moment, the first of equal ones. Sizes must be ints."""
@@ -163,6 +156,26 @@ class Moments(Sequence[Moment]):
     def highest(self, pools: Pools) -> Highest:
         """Return the peak, and the highest total of each pool; ints or columns. [bytes]"""
         return highest_of(self.entries, pools)
+
+
+def totals_of(entries: Sequence[Entry], *sizes: Callable[[tuple[Line, ...]], Int]) -> tuple[list[int], ...] | None:
+    """Return the size of the lines of each entry, with its highest moment, by each measure; None if sizes are columns. [bytes]
+
+    Entries share groups of lines. Each group is measured once.
+    """
+    alive = [entry.alive for entry in entries]
+    keys = [tuple(map(id, groups)) for groups in alive]
+    groups = dict(zip(chain.from_iterable(keys), chain.from_iterable(alive), strict=True))
+    insides: list[Int] = [0 if entry.inside is None else entry.inside.most for entry in entries]
+    every = map(_n_bytes, chain.from_iterable(groups.values()))
+    if not set(map(type, chain(every, insides))) <= {int}:
+        return None
+    found = list[list[int]]()
+    for size in sizes:
+        of_group = cast("dict[int, int]", dict(zip(groups, map(size, groups.values()), strict=True)))
+        both = zip(keys, cast("list[int]", insides), strict=True)
+        found.append([sum(map(of_group.__getitem__, key), start=inside) for key, inside in both])
+    return tuple(found)
 
 
 def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:

@@ -225,8 +225,8 @@ class Table(NamedTuple):
 
     def summed(self, groups: Sequence[Sequence[int]]) -> "Table":
         """Return a row for each group of rows: their sum."""
-        members = _members(groups)
-        return Table({key: _sums(array, *members, len(groups)) for key, array in self.arrays.items()})
+        members, owners = _members(groups)
+        return Table({key: _sums(array, members, owners, len(groups)) for key, array in self.arrays.items()})
 
     def most(self) -> Highest:
         """Return the highest total, and the highest of each pool. [bytes]"""
@@ -269,36 +269,38 @@ def weigh_each(groups: Collection[Sequence[Line]], pools: Pools) -> Table:
         row[some] = np.arange(len(some))
         rows = row[members]
         mine = rows >= 0
-        rows, owners = rows[mine], owner[mine]
-        starts = np.flatnonzero(np.diff(owners, prepend=-1))
-        arrays[key] = _sums(np.array([sizes[at] for at in some], dtype=np.int64), rows, starts, owners[starts], len(groups))
+        arrays[key] = _sums(np.array([sizes[at] for at in some], dtype=np.int64), rows[mine], owner[mine], len(groups))
     return Table(arrays)
 
 
-def _members(groups: Sequence[Sequence[int]]) -> "tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.intp]]":
-    """Return the members of all groups in a row, the place in it where each group with members starts, and which those are."""
+def _members(groups: Sequence[Sequence[int]]) -> "tuple[NDArray[np.intp], NDArray[np.intp]]":
+    """Return the members of all groups in a row, and the group of each."""
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     sizes = np.fromiter(map(len, groups), np.intp, len(groups))
-    starts = np.cumsum(sizes) - sizes
-    filled = np.flatnonzero(sizes)
-    return np.fromiter(chain.from_iterable(groups), np.intp, int(sizes.sum())), starts[filled], filled
+    return np.fromiter(chain.from_iterable(groups), np.intp, int(sizes.sum())), np.repeat(np.arange(len(groups)), sizes)
 
 
 def _sums(
-    array: "NDArray[np.int64]", members: "NDArray[np.intp]", starts: "NDArray[np.intp]", filled: "NDArray[np.intp]", groups: int
-) -> "NDArray[np.int64]":  # fmt: skip
-    """Return the sum of the rows of each group. Groups of large columns are added up one by one, to save memory."""
+    array: "NDArray[np.int64]", members: "NDArray[np.intp]", owners: "NDArray[np.intp]", groups: int
+) -> "NDArray[np.int64]":
+    """Return the sum of the rows of each group; ``owners``: the group of each member, in order.
+
+    Long rows are added up one by one: a copy of all members would leave the processor's cache.
+    """
     import numpy as np  # noqa: PLC0415  a single job never needs it
 
     found = np.zeros((groups, *array.shape[1:]), dtype=np.int64)
-    if math.prod(array.shape[1:]) * len(members) > _AT_ONCE:
-        for at, start, stop in zip(filled, starts, [*starts[1:], len(members)], strict=True):
-            found[at] = array[members[start:stop]].sum(axis=0)
+    if math.prod(array.shape[1:]) > _LONG:
+        for owner, member in zip(owners.tolist(), members.tolist(), strict=True):
+            found[owner] += array[member]
     elif len(members):
-        found[filled] = np.add.reduceat(array[members], starts, axis=0)
+        begins = np.ones(len(owners), dtype=np.bool_)
+        np.not_equal(owners[1:], owners[:-1], out=begins[1:])
+        starts = begins.nonzero()[0]
+        found[owners[starts]] = np.add.reduceat(array[members], starts, axis=0)
     return found
 
 
-#: The most numbers that are copied at once.
-_AT_ONCE = 1 << 22
+#: Elements of a row from which one addition takes much longer than its call.
+_LONG = 1 << 10

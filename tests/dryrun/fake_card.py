@@ -12,6 +12,7 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 
@@ -21,6 +22,7 @@ from zeroplan.dryrun.libraries import transformers
 from zeroplan.dryrun.on_card import child, phases
 from zeroplan.dryrun.on_card.phases import PhasesOnCard
 from zeroplan.dryrun.patches import AfterImport
+from zeroplan.dryrun.rank_messages import RankMessages
 from zeroplan.dryrun.watcher import ScriptTracker
 from zeroplan.engines.device import workspace
 from zeroplan.ledger import Phase
@@ -43,7 +45,7 @@ class OnFakeCard(child._Run):
         )
         super().__init__(task)
         if not task.alone:
-            process_group.make_groups_fake()
+            process_group.make_groups_fake(RankMessages(Path(task.folder), task.run.rank))
         torch_patches.change_torch(stand_ins)
         AfterImport({name: transformers.PATCHES[name] for name in ("transformers.utils.import_utils",)}).install()
         torch_patches.skip_compilation("no card is here")

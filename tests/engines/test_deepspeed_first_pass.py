@@ -12,7 +12,7 @@ from zeroplan import estimate, job
 from zeroplan.engines.deepspeed import account
 from zeroplan.engines.deepspeed.stage3 import first
 from zeroplan.engines.deepspeed.stage3.training import Beside
-from zeroplan.engines.requests import first_requests_of
+from zeroplan.engines.requests import program_of
 from zeroplan.ledger import Phase
 from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
@@ -148,7 +148,7 @@ def test_the_second_micro_batch_gathers_small_parameters_flat_with_large_ones() 
 
 def _most(one: JobSpec) -> int:
     """Return the most that the requests of the first micro-batch hold. [bytes]"""
-    log, total, most = first_requests_of(one), 0, 0
+    log, total, most = program_of(one).run_first(), 0, 0
     for event in log.events:
         total += log.requests[event].n_bytes if event >= 0 else -log.requests[-1 - event].n_bytes
         most = max(most, total)

@@ -24,11 +24,6 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.recipe import DeepSpeedOptions, RecipeSpec
 
 RUNS = [json.loads(line) for line in Path(__file__).with_name("deepspeed_first_steps.jsonl").read_text("utf-8").splitlines()]
-KNOWN = {
-    41: "the gradients of GPT-OSS's expert biases come after those of the weights: 11.6 % too low",
-    38: "OPT with a tied head, hpZ and torch's linear layers: 0.6 % too low, of unknown cause",
-}
-"""The runs that the estimate misses by more than 0.2 %, and why."""
 
 
 @pytest.mark.parametrize("at", range(len(RUNS)))
@@ -38,9 +33,6 @@ def test_the_peak_of_a_run_is_that_of_its_highest_step(at: int) -> None:
     moments = estimate(job).engine_moments
     peaks = {phase: max((_on_fake_tensors(one.lines) for one in moments if one.phase is phase), default=0) for phase in Phase}
     found = max(n_bytes for phase, n_bytes in peaks.items() if phase is not Phase.INIT)
-    if at in KNOWN:
-        assert found / max(first, later) < 0.998, "it is exact now: take it out of KNOWN"
-        return
     assert found / max(first, later) == pytest.approx(1, abs=2e-3)
     if first > 1.002 * later:
         assert peaks[Phase.FIRST] == found

@@ -134,6 +134,7 @@ def test_ligers_loss_of_a_ranks_share_is_that_of_as_many_tokens():
         ({"mesh": MeshSpec(cp=8, tp=8), "batch": BatchSpec(seq_len=4000)}, "seq_len / cp=8"),
         ({"mesh": MeshSpec(cp=2), "model": model("gemma-2-2b")}, "gemma2"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(precision="fp32")}, "fp32"),
+        ({"mesh": MeshSpec(cp=2), "model": model("open-llama-3b")}, "head_dim=100"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(engine="ddp", zero_stage=0)}, "ddp"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(attention="eager")}, "eager"),
         ({"mesh": MeshSpec(cp=2), "recipe": RecipeSpec(loss="chunked")}, "chunked"),

@@ -13,7 +13,7 @@ from tests.engines.test_megatron import JOBS
 from tests.measured import megatron_golden
 from zeroplan import estimate, job
 from zeroplan.engines.megatron import account
-from zeroplan.engines.megatron.muon import dealt_out, matrices_of, others_of, placed
+from zeroplan.engines.megatron.muon import balanced, matrices_of, others_of, placed
 from zeroplan.engines.megatron.rank import rank_of
 from zeroplan.ledger import Kind
 
@@ -86,7 +86,7 @@ def test_the_last_rank_without_a_layout_holds_what_a_run_of_megatron_lm_held() -
     tensors += [(each, False) for each in others_of(rank.each, asked, first=True, last=True)]
     experts = sum(map(prod, chain(*(routed for _, routed in chunks))))
     beside = megatron_golden.held_between_steps(answer) - _held(answer, Kind.OPTIMIZER_STATE)
-    ranks = [beside + 8 * (muon + experts) + 12 * adam for muon, adam in dealt_out(tensors, 4)]
+    ranks = [beside + 8 * (muon + experts) + 12 * adam for muon, adam in balanced(tensors, 4)]
     assert -0.0025 < ranks[-1] / run.held - 1 < 0
     assert max(ranks) > 1.3 * run.held
 

@@ -56,9 +56,9 @@ def test_layers_are_distributed_as_in_torchtitan() -> None:
 def test_a_rank_has_as_many_micro_batches_in_flight_as_there_are_stages_from_it_on(rank: int, in_flight: int) -> None:
     """Narayanan et al. 2021, arXiv:2104.04473, section 2.2: 1F1B has at most as many micro-batches in flight as stages."""
     walk = states(Place("1f1b", rank, 4, 1, 64), resharded=False)
-    assert max(state.flying[0] for state in walk if state.kind == "backward") + 1 == in_flight
+    assert max(state.in_flight[0] for state in walk if state.kind == "backward") + 1 == in_flight
     everything = states(Place("gpipe", rank, 4, 1, 64), resharded=False)
-    assert max(state.flying[0] for state in everything if state.kind == "backward") + 1 == 64
+    assert max(state.in_flight[0] for state in everything if state.kind == "backward") + 1 == 64
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zero-bubble", "zbv"])
@@ -216,10 +216,10 @@ def test_what_is_not_modelled_of_several_stages_is_refused(change: dict[str, obj
 
 
 def test_in_zbv_the_first_stage_does_not_split_its_backward_and_the_last_rank_sends_nothing_to_itself() -> None:
-    for rank, flying in ((0, 8), (3, 5)):
+    for rank, in_flight in ((0, 8), (3, 5)):
         place = Place("zbv", rank, 4, 2, 16)
         walk = states(place, resharded=False, widened=True)
-        assert max(state.flying[0] for state in walk if state.kind == "forward") + 1 == flying
+        assert max(state.in_flight[0] for state in walk if state.kind == "forward") + 1 == in_flight
         assert {state.kind for state in walk if state.chunk == 0} == {
             "forward", "reducing", *(("backward",) if rank == 0 else ("input", "weights")),
         }  # fmt: skip

@@ -4,9 +4,10 @@ Every job of the sample is simulated (real engine, fake tensors) in a process of
 line are skipped, so it may be stopped at any time and goes on where it was. ``--sample`` names another sample: ``fresh`` has
 jobs that nobody looked at while the estimate was made, ``peers`` those that other calculators were asked for and that the
 pages draw, ``options`` those with fine-tuning, offload and ZeRO++, ``options_torch`` those over the options of DDP and FSDP2,
-every optimizer and few ranks, ``options_deepspeed`` and ``fsdp1`` the same for DeepSpeed and FSDP1, ``rooms`` those that are
-also replayed with ever smaller cards. ``--table`` prints how far the estimate is off. At the end the validation page is
-written anew (:mod:`tests.measured.page`).
+every optimizer and few ranks, ``options_deepspeed`` and ``fsdp1`` the same for DeepSpeed and FSDP1, ``stage3_first`` those of
+DeepSpeed's stage 3 whose peak is in the first micro-batches, ``rooms`` those that are also replayed with ever
+smaller cards. ``--table`` prints how far the estimate is off. At the end the validation page is written anew
+(:mod:`tests.measured.page`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from tests.measured import options, options_deepspeed, options_fsdp1, options_torch, peers, stored
+from tests.measured import options, options_deepspeed, options_fsdp1, options_torch, peers, stage3_first, stored
 from tests.measured.drawn import FRESH_SEED, ROOMS_SEED, drawn
 from zeroplan import estimate
 from zeroplan.ledger import Phase
@@ -60,7 +61,7 @@ def main() -> None:
 
 _PATHS = {"matrix": stored.RECORDS, "fresh": stored.FRESH, "peers": stored.PEERS, "options": stored.OPTIONS,
           "options_torch": stored.OPTIONS_TORCH, "options_deepspeed": stored.OPTIONS_DEEPSPEED, "fsdp1": stored.FSDP1,
-          "rooms": stored.ROOMS}  # fmt: skip
+          "stage3_first": stored.STAGE3_FIRST, "rooms": stored.ROOMS}  # fmt: skip
 
 
 def _jobs(asked: argparse.Namespace) -> Sequence[JobSpec]:
@@ -74,6 +75,7 @@ def _jobs(asked: argparse.Namespace) -> Sequence[JobSpec]:
         "options_torch": (options_torch.drawn, 90),
         "options_deepspeed": (options_deepspeed.drawn, 84),
         "fsdp1": (options_fsdp1.drawn, 60),
+        "stage3_first": (stage3_first.drawn, 30),
     }[asked.sample]
     return draw(asked.cases or count)
 
@@ -92,7 +94,7 @@ def _measure_what_is_left(asked: argparse.Namespace) -> None:
 def _asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", choices=_PATHS, default="matrix", help="which jobs")
-    counts = "600, 100 fresh ones, 110 with options, 90 of torch's, 84 of DeepSpeed's, 60 of FSDP1's, 90 for rooms"
+    counts = "600, 100 fresh, 110 with options, 90 of torch's, 84 of DeepSpeed's, 60 of FSDP1's, 30 first steps, 90 for rooms"
     parser.add_argument("--cases", type=int, help=f"how many of its jobs ({counts})")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no other case after so long")
     parser.add_argument("--timeout", type=float, default=180.0, help="give a case up after so many seconds")

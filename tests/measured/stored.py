@@ -27,6 +27,8 @@ RECORDS, REFUSED = FOLDER / "matrix.jsonl", FOLDER / "refused.jsonl"
 FRESH, PEERS, OPTIONS = FOLDER / "fresh.jsonl", FOLDER / "peers.jsonl", FOLDER / "options.jsonl"
 OPTIONS_TORCH, OPTIONS_DEEPSPEED = FOLDER / "options_torch.jsonl", FOLDER / "options_deepspeed.jsonl"
 FSDP1 = FOLDER / "fsdp1.jsonl"
+#: Of DeepSpeed's stage 3, with the first micro-batch as the highest.
+STAGE3_FIRST = FOLDER / "stage3_first.jsonl"
 #: Of Megatron-Core.
 MEGATRON = FOLDER / "megatron.jsonl"
 #: Over options, optimizers and few ranks, engine by engine.
@@ -57,12 +59,13 @@ def small(measured: Measurement) -> Measurement:
     """
     begun, steady = measured.steps[0], measured.steady
     steps = (begun, steady) if begun.peak.peak_bytes > steady.peak.peak_bytes else (steady,)
-    first = measured.initialisation
+    first, early = measured.initialisation, measured.first_micro_batches
     packages = {name: version for name, version in measured.environment.packages.items() if name != "zeroplan"}
     return replace(
         measured,
         environment=Environment(python="", platform="", packages=packages),
         initialisation=None if first is None else replace(first, kinds={}),
+        first_micro_batches=None if early is None else replace(early, kinds={}, counted_bytes=None),
         steps=tuple(map(_small_step, steps)),
         remarks=tuple(remark for remark in measured.remarks if remark.startswith("few layers")),
     )

@@ -91,9 +91,12 @@ def test_other_versions_are_predicted_as_well():
     assert sum(one.measured.job.recipe.fsdp2.torch is None for one in found) >= 20
 
 
-def test_what_is_held_between_steps_is_predicted_everywhere(replayed: tuple[Held, ...]):
+@pytest.mark.parametrize("path", stored.SAMPLES, ids=lambda path: path.stem)
+def test_what_is_held_between_steps_is_predicted_everywhere(path: Path):
     """Within a thousandth of the peak for every model; batches and labels count where nothing else is held."""
-    beyond = [what(one.measured.job) for one in replayed if abs(one.found.held.difference) > one.found.peak.measured // 1000]
+    beyond = [
+        what(one.measured.job) for one in held_in(path) if abs(one.found.held.difference) > one.found.peak.measured // 1000
+    ]
     assert not beyond, "\n".join(beyond)
 
 

@@ -10,7 +10,7 @@ from zeroplan import Request
 from zeroplan.engines.deepspeed import notes
 from zeroplan.planner import search
 from zeroplan.planner.asking import Question, ask
-from zeroplan.replay import StepReplay, _Playing
+from zeroplan.replay import _Playing
 from zeroplan.spec.job import JobSpec
 
 
@@ -31,9 +31,9 @@ class Work(NamedTuple):
 #: At most this much, on 64 H100. DeepSeek-V3 fits only tightly, so its layouts are replayed one after the other.
 _MOST = {
     "llama-3.1-8b": Work(jobs=207, structures=115, walks=22, replays=0, events=0),
-    "mixtral-8x7b": Work(jobs=612, structures=444, walks=22, replays=0, events=0),
-    "llama-4-maverick": Work(jobs=6326, structures=3546, walks=64, replays=0, events=0),
-    "deepseek-v3": Work(jobs=5742, structures=3038, walks=64, replays=3, events=436),
+    "mixtral-8x7b": Work(jobs=565, structures=397, walks=22, replays=0, events=0),
+    "llama-4-maverick": Work(jobs=100, structures=64, walks=64, replays=0, events=0),
+    "deepseek-v3": Work(jobs=1095, structures=802, walks=64, replays=2, events=391),
 }
 
 
@@ -58,7 +58,7 @@ def test_a_plan_does_no_work_twice(model: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_Playing, "_run", played)
     counting(JobSpec, "check_rules", "jobs")
     counting(search, "evaluated", "structures")
-    counting(StepReplay, "_play", "replays")
+    counting(_Playing, "__init__", "replays")
     counting(notes._Replay, "__init__", "walks")
     ask(Request(model=model, gpu="h100-sxm-80gb", gpus=64, seq_len=4096), Question())
     found = Work(**done)._replace(events=done["events"] // 1000)

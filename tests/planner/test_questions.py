@@ -118,7 +118,7 @@ def test_what_no_file_can_say_is_left_out_of_the_extremes():
 
 
 def test_where_nothing_fits_comfortably_on_the_gpu_alone_offload_or_a_tight_fit_is_the_answer():
-    request = Request(model="llama-3.1-8b", gpus=4, gpu="a100-sxm-40gb", engine="fsdp2")
+    request = Request(model="qwen3-8b", gpus=4, gpu="a100-sxm-40gb", engine="fsdp2")
     found = ask(request, Question(max_seq=True))
     assert found.best is not None
     assert found.best.layout.job.recipe.offloads

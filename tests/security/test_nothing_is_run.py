@@ -45,7 +45,7 @@ def faults(text: str) -> list[str]:
 
 
 #: Exceptions: a dry run is meant to run the user's script, and its ranks read pickles that they write for each other.
-ON_PURPOSE = {"dryrun/parcels.py": ["pickle.loads"], "dryrun/script.py": ["runpy.run_module", "runpy.run_path"]}
+ON_PURPOSE = {"dryrun/sent_objects.py": ["pickle.loads"], "dryrun/script.py": ["runpy.run_module", "runpy.run_path"]}
 
 
 def test_nothing_in_the_package_runs_what_it_is_given():

@@ -229,7 +229,7 @@ def test_writing_records_leaves_no_unfinished_files(tmp_path: Path):
 #: Modules that open files to write: ``whole.py``, and those that write to files that they made, to temporary folders, to a file
 #: of results line by line, or to the null device.
 THEMSELVES = {
-    "dryrun/child.py", "dryrun/companions.py", "dryrun/launch.py", "dryrun/mail.py", "dryrun/on_card/child.py",
+    "dryrun/child.py", "dryrun/companions.py", "dryrun/launch.py", "dryrun/rank_messages.py", "dryrun/on_card/child.py",
     "dryrun/on_card/launch.py", "dryrun/unwritten.py", "dryrun/without_bytes.py", "explore/opened.py", "hooks/lightning.py",
     "hooks/trainer.py",
     "report/plots/frame.py",

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, AnyStr
 import pytest
 
 from tests.profiles import by_hand
-from zeroplan import JobSpec, ModelSpec, MoeSpec, RecipeSpec, SpecError
+from zeroplan import JobSpec, MeshSpec, ModelSpec, MoeSpec, RecipeSpec, SpecError
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.base import Spec
 from zeroplan.spec.frozen import FrozenSpec
 from zeroplan.spec.model import MlaSpec
@@ -87,6 +88,22 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
     (
         lambda: job(sparse(), engine="deepspeed", zero_stage=2),
         ("engine 'deepspeed' in a deepseek_v32 model, whose indexer gets no gradient, is not modelled; use engine 'fsdp2'"),
+    ),
+    (
+        lambda: JobSpec(
+            model=model(
+                "qwen3_moe", moe=MOE, adapter=AdapterSpec(rank=8, targets="attention", quantize="nf4", quantize_experts=True)
+            ),
+            mesh=MeshSpec(dp_shard=2, ep=2),
+        ),
+        "ep=2 (experts on several ranks) with experts in four bits is not modelled; use ep=1",
+    ),
+    (
+        lambda: job(sparse(), engine="fsdp2", optimizer="adagrad"),
+        (
+            "optimizer 'adagrad', which makes its states at once, in a deepseek_v32 model, whose indexer gets no gradient, is not "
+            "modelled; use adamw"
+        ),
     ),
     (
         lambda: job(sparse(), engine="fsdp2", attention="flash"),

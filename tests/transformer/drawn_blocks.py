@@ -33,7 +33,6 @@ from zeroplan.spec.family import (
     SHARED_EXPERTS,
     SOME_WINDOWED,
     TRAITS,
-    WIDE_ROUTERS,
     WINDOWED_FAMILIES,
 )
 from zeroplan.spec.hardware import ClusterSpec
@@ -127,7 +126,7 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     """Draw heads, their width, key/value heads, hidden width and MLP width."""
     plain, heads = family in PLAIN_HEADS, draw.choice((2, 2, 3, 4, 6, 8))
     head_dim = draw.choice((8, 16, 24, 32, 64, 80, 128, draw.choice((136, 160, 256))))
-    head_dim += TRAITS[family].turned_width
+    head_dim += TRAITS[family].rotary_width
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
     kv_heads = 1 if family == "falcon" and kv_heads == heads else kv_heads
@@ -178,7 +177,7 @@ def _model(draw: Random, family: str) -> tuple[ModelSpec, int]:
         mla=mla,
         linear=state_space or (_linear(draw) if family in LINEAR_FAMILIES else None),
         layer_pattern=pattern,
-        turned=not TRAITS[family].unturned_models or (not of_one_module and bool(draw.randint(0, 1))),
+        rotary=not TRAITS[family].rotary_optional or (not of_one_module and bool(draw.randint(0, 1))),
         hidden_act=draw.choice(get_args(Activation)) if family in FREE_ACTIVATION and draw.randint(0, 2) == 0 else None,
         parallel_residual=family != "gpt_neox" or bool(draw.randint(0, 1)),
         use_qk_norm=TRAITS[family].head_norms is None and bool(draw.randint(0, 1)),
@@ -293,7 +292,7 @@ def runs_of(case: Case, numbers: Sequence[int]) -> list[BlockRun]:
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
-        for weight in model.parameters() if spec.family in WIDE_ROUTERS else ():
+        for weight in model.parameters() if spec.traits.wide_router == "yes" else ():
             weight.data = weight.data.to(stored)  # as DeepSpeed and FSDP2's policy do
         if compute.offloaded:
             offload_blocks(model, find_blocks(model))

@@ -60,5 +60,5 @@ def moe_spec(family: str, shape: tuple[int, ...], *, latent_queries: bool = True
         mla=mla if deepseek else None,
         linear=linear_of(family, hidden, heads, head_dim),
         layer_pattern=_PATTERNS.get(family, "MM") if family in PATTERNED else "",
-        turned=family != "nemotron_h",
+        rotary=family != "nemotron_h",
     )

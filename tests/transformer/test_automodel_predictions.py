@@ -52,7 +52,7 @@ def _job(case: Case, **recipe: object) -> JobSpec:
         moe_intermediate_size=SHAPE["moe_intermediate_size"], num_shared_experts=SHARED // SHAPE["moe_intermediate_size"],
     )  # fmt: skip
     model = ModelSpec(
-        family="nemotron_h", **sizes, vocab_size=case.vocabulary, num_hidden_layers=2 + 2 * case.depths, turned=False,
+        family="nemotron_h", **sizes, vocab_size=case.vocabulary, num_hidden_layers=2 + 2 * case.depths, rotary=False,
         layer_pattern="*E" + "ae" * case.depths, predictions=case.depths, predictor_repeats=case.repeats, moe=experts,
         linear=LinearSpec(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8),
     )  # fmt: skip

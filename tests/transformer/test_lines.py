@@ -84,7 +84,7 @@ def spec(family: str) -> ModelSpec:
         num_hidden_layers=6 if family == "gemma4_text" else 3,
         num_attention_heads=6,
         num_key_value_heads=6 if gpt2 or family in LATENT_FAMILIES else 2,
-        head_dim=16 + TRAITS[family].turned_width,
+        head_dim=16 + TRAITS[family].rotary_width,
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",

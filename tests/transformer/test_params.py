@@ -17,8 +17,10 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.family import FAMILIES
 from zeroplan.spec.hardware import Figure
 from zeroplan.spec.model import ModelSpec, MoeSpec
+from zeroplan.spec.split import split_families
 from zeroplan.transformer.parameters import Layout
 from zeroplan.transformer.params import active_parameter_count, layout, parameter_count, runs_in_order
+from zeroplan.transformer.params_split import split_layout
 
 BLOCKS = {
     "gpt2": "transformer.h", "bloom": "transformer.h", "falcon": "transformer.h", "gpt_neox": "gpt_neox.layers",
@@ -209,6 +211,14 @@ def test_experts_of_deepseek_need_no_shared_ones_beside_them():
     assert parameter_count(with_one) - parameter_count(without) == layers * shared
 
 
+def test_hunyuan_3_without_shared_experts_is_refused():
+    """Its class would make a shared expert as wide as a dense MLP."""
+    spec = model_from_config(tiny_config("hy_v3"))
+    assert spec.moe is not None
+    with pytest.raises(SpecError, match="num_shared_experts=0"):
+        replace(spec, moe=replace(spec.moe, num_shared_experts=0))
+
+
 #: Of DeepSeek-V2 Lite 2.4B are published, which neither all active parameters (2.66B) nor those without the input embedding
 #: (2.45B) round to. Of Mistral Small 4, DeepSeek-V3.2 and GLM-5.2 the makers' figure was not at hand.
 #: Qwen3-Omni's name has the active count of its text model alone, without the vision tower and the encoder of sounds.
@@ -300,3 +310,18 @@ def test_every_family_has_a_model_in_the_catalogue_and_a_tiny_case(family: str):
 def test_a_spec_holds_the_parts_of_its_family_and_no_others(name: str, change: dict[str, object], says: str):
     with pytest.raises(SpecError, match=says):
         replace(model(name), **change)
+
+
+@pytest.mark.parametrize("family", split_families(with_experts=True))
+def test_tensor_parallel_ranks_hold_the_experts_whole(family: str):
+    spec = ModelSpec(
+        family=family, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        head_dim=4, vocab_size=16, moe=MoeSpec(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    )  # fmt: skip
+    whole, split = (
+        {one.name: one.shape for one in every.runs[0].parameters} for every in (layout(spec), split_layout(spec, 2))
+    )
+    experts = [name for name in whole if ".experts." in name]
+    assert len(experts) == 2
+    assert all(split[name] == whole[name] for name in experts)
+    assert split["self_attn.o_proj.weight"] == (8, 4)

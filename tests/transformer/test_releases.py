@@ -99,7 +99,7 @@ def test_the_peak_with_a_mask_is_that_of_its_own_modules(
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ({"transformers": "4.38"}, "transformers='4.38' is not modelled; use a release from 4.39 to 5.23"),
+        ({"transformers": "4.38"}, "transformers='4.38' is not modelled; use a release from 4.39 to 5.24"),
         ({"transformers": "new"}, "transformers='new' is not a release; write 4.48"),
         ({"transformers": "4.53", "model": "mistral-7b-v0.1"}, "with a sliding window"),
         ({"transformers": "4.48", "model": "gpt2"}, "with a gpt2 model"),
@@ -117,3 +117,25 @@ def test_what_is_not_modelled_is_refused(said: dict[str, str], message: str):
 def test_releases_that_hold_the_same_answer_alike():
     newest, named = (estimate(job(model="llama-3.1-8b", gpus=8, transformers=one)) for one in (None, "5.0"))
     assert newest.peak_bytes == named.peak_bytes
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm-4.5-air", "nemotron-3-nano-30b-a3b"])
+def test_since_5_24_routers_stay_in_fp32_which_the_engine_must_allow(family: str):
+    """``_keep_in_fp32_modules_strict`` names the routers' weights since 5.24.0; FSDP2 refuses trained weights of two dtypes."""
+    recipes = [
+        {"precision": precision, "engine": engine} for precision in ("bf16", "bf16-mixed") for engine in ("ddp", "fsdp2")
+    ]
+    for recipe in (*recipes, {"precision": "bf16", "engine": "deepspeed", "stage": 3}):
+        before = estimate(job(model=family, gpus=64, transformers="5.23", **recipe))
+        if recipe["precision"] == "bf16" and recipe["engine"] != "deepspeed":
+            with pytest.raises(
+                SpecError, match="its routers stay in fp32; use 'bf16-mixed', or engine 'deepspeed', or a release before"
+            ):
+                job(model=family, gpus=64, transformers="5.24", **recipe)
+        else:
+            assert estimate(job(model=family, gpus=64, transformers="5.24", **recipe)).peak_bytes == before.peak_bytes
+
+
+def test_a_model_without_experts_has_no_router():
+    said = {"model": "nemotron-nano-9b-v2", "gpus": 8, "precision": "bf16"}
+    assert estimate(job(**said, transformers="5.24")).peak_bytes == estimate(job(**said)).peak_bytes

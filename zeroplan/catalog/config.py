@@ -321,12 +321,12 @@ def _refuse_other_phis(source: _Source) -> None:
     """Raise NoFormulasError where positions turn more or fewer elements of a head than in the published models."""
     ropes = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := source.config.get(key), Mapping)]
     factors = [one["partial_rotary_factor"] for one in (source.config, *ropes) if "partial_rotary_factor" in one] or [0.5]
-    head_dim, width = source.integer("hidden_size") // source.integer("num_attention_heads"), TRAITS["phi"].turned_width
+    head_dim, width = source.integer("hidden_size") // source.integer("num_attention_heads"), TRAITS["phi"].rotary_width
     for factor in factors:
         if not isinstance(factor, int | float) or int(head_dim * factor) != width:
             raise NoFormulasError(
                 f"partial_rotary_factor={shown(factor)} in config.json has no formula: {width} elements of a head of {head_dim} "
-                "are turned; `zeroplan profile --config` traces the model itself"
+                "have rotary positions; `zeroplan profile --config` traces the model itself"
             )
 
 
@@ -610,13 +610,13 @@ def _has_positions(source: _Source) -> bool:
 def _of_layers(source: _Source) -> dict[str, object]:
     """Return the layers' letters and whether attention has rotary positions, for families whose configs contain them."""
     if source.family not in PATTERNED:
-        return {"turned": _has_positions(source)} if TRAITS[source.family].unturned_models else {}
+        return {"rotary": _has_positions(source)} if TRAITS[source.family].rotary_optional else {}
     letters, traits = _letters(source), TRAITS[source.family]
-    turned = not traits.unturned_models or source.config.get("position_embedding_type") == "rope"
+    rotary = not traits.rotary_optional or source.config.get("position_embedding_type") == "rope"
     layers = len(letters) if traits.one_module else source.integer("num_hidden_layers")
     if len(letters) < layers:
         raise SpecError(f"layer_types in config.json names {len(letters)} of {layers} layers; correct one")
-    return {"layer_pattern": letters[:layers], "turned": turned, "num_hidden_layers": layers}
+    return {"layer_pattern": letters[:layers], "rotary": rotary, "num_hidden_layers": layers}
 
 
 def _letters(source: _Source) -> str:
@@ -673,10 +673,10 @@ def _of_llama_4(source: _Source, layers: int) -> str:
     """Return a letter for each layer: every fourth has full attention without positions, and experts."""
     step = source.integer("interleave_moe_layer_step", 1)
     routed = source.config.get("moe_layers") or range(step - 1, layers, step)
-    turned = source.config.get("no_rope_layers") or [int(layer % 4 != 0) for layer in range(1, layers + 1)]
-    if not isinstance(routed, list | range) or not isinstance(turned, list) or len(turned) < layers:
+    rotary = source.config.get("no_rope_layers") or [int(layer % 4 != 0) for layer in range(1, layers + 1)]
+    if not isinstance(routed, list | range) or not isinstance(rotary, list) or len(rotary) < layers:
         raise SpecError("moe_layers and no_rope_layers in config.json are no lists of layers; correct them")
-    letters = ["L" if turned[layer] else "G" for layer in range(layers)]
+    letters = ["L" if rotary[layer] else "G" for layer in range(layers)]
     for layer, letter in enumerate(letters):
         if layer not in routed and letter == "G":
             raise NoFormulasError(

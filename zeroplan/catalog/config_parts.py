@@ -126,7 +126,7 @@ def _left_out(config: Config, text: Config, vision: VisionSpec | None) -> Iterat
         str(key)
         for key, part in config.items()
         if str(key).endswith("_config") and isinstance(part, Mapping) and part and key not in known
-        if vision is None or (key != "vision_config" and not (key == "audio_config" and vision.hears))
+        if vision is None or (key != "vision_config" and not (key == "audio_config" and vision.has_audio))
     ]
     if vision is not None and not parts:
         return

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from zeroplan.catalog.entry import read_toml
-from zeroplan.catalog.lookup import Shelf, files, find, normal
+from zeroplan.catalog.lookup import Section, files, find, normal
 from zeroplan.errors import SpecError, UnknownNameError
 from zeroplan.spec.base import read
 from zeroplan.spec.hardware import ByteFigure, Figure, GpuSpec
@@ -31,13 +31,13 @@ def gpu(name: str, *, extra: Path | None = None) -> GpuSpec:
         only = re.sub(r"^(?:gres/)?gpu[:=]", "", counted[1])
         raise SpecError(f"GPU {name!r} contains two values; write --gpu {only} --gpus {counted[2]}")
     try:
-        return _entry(find(_SHELF, name, extra=extra))
+        return _entry(find(_SECTION, name, extra=extra))
     except UnknownNameError:
         plain = _plain(name)
     try:
-        return _entry(find(_SHELF, _by_words(plain) or plain, extra=extra))
+        return _entry(find(_SECTION, _by_words(plain) or plain, extra=extra))
     except UnknownNameError:
-        return _entry(find(_SHELF, name, extra=extra))  # raises with the name as it was given
+        return _entry(find(_SECTION, name, extra=extra))  # raises with the name as it was given
 
 
 def _plain(name: str) -> str:
@@ -57,7 +57,7 @@ def _by_words(plain: str) -> str | None:
     ('rtx-6000-ada-48gb', 'rtx-pro-6000-blackwell-96gb', None)
     """
     words = set(plain.split("-"))
-    found = [file for file in files(_SHELF, extra=None).values() if any(
+    found = [file for file in files(_SECTION, extra=None).values() if any(
         words <= set(called.split("-")) for called in (file.stem, *_aliases(file)))]  # fmt: skip
     return found[0].stem if len(found) == 1 and len(words) > 1 else None
 
@@ -68,7 +68,7 @@ def gpu_names(*, extra: Path | None = None) -> tuple[str, ...]:
     >>> gpu_names()[:3]
     ('a10-24gb', 'a100-pcie-40gb', 'a100-pcie-80gb')
     """
-    return tuple(files(_SHELF, extra=extra))
+    return tuple(files(_SECTION, extra=extra))
 
 
 def gpus(*, extra: Path | None = None) -> tuple[GpuSpec, ...]:
@@ -77,7 +77,7 @@ def gpus(*, extra: Path | None = None) -> tuple[GpuSpec, ...]:
     >>> len(gpus()) == len(gpu_names())
     True
     """
-    return tuple(_entry(file) for file in files(_SHELF, extra=extra).values())
+    return tuple(_entry(file) for file in files(_SECTION, extra=extra).values())
 
 
 def _entry(file: Path) -> GpuSpec:
@@ -112,4 +112,4 @@ def _aliases(file: Path) -> frozenset[str]:
     return frozenset(normal(alias) for alias in _entry(file).aliases)
 
 
-_SHELF = Shelf("GPU", _FOLDER, _aliases, "`zeroplan gpus` lists all")
+_SECTION = Section("GPU", _FOLDER, _aliases, "`zeroplan gpus` lists all")

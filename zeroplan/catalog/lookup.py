@@ -19,7 +19,7 @@ _TUNED = re.compile(
 """Suffixes of tuned or quantised models, which have the base model's shape."""
 
 
-class Shelf(NamedTuple):
+class Section(NamedTuple):
     """One kind of entry: its name in errors, the folder of shipped entries, and the function that reads an entry's aliases."""
 
     what: str
@@ -39,30 +39,30 @@ def normal(name: str) -> str:
     return re.sub(r"[\s_-]+", "-", name.strip().lower())
 
 
-def find(shelf: Shelf, name: str, *, extra: Path | None) -> Path:
+def find(section: Section, name: str, *, extra: Path | None) -> Path:
     """Return the file of the entry called ``name``, canonically or by an alias; an entry of ``extra`` wins.
 
     A canonical name opens no file. For an alias, entries with the same prefix are opened first. Suffixes of tuned models, and an
     owner or folder that no entry lists, are left out. Hyphens may be missing if only one entry matches. Raises UnknownNameError
     with the nearest names.
     """
-    wanted, own, shipped = normal(name), own_files(extra), shipped_files(shelf.folder)
-    file = own.get(wanted) or _own_alias(shelf, wanted, own) or shipped.get(wanted)
+    wanted, own, shipped = normal(name), own_files(extra), shipped_files(section.folder)
+    file = own.get(wanted) or _own_alias(section, wanted, own) or shipped.get(wanted)
     if file is None:
-        last = wanted.rpartition("/")[2] if shelf.any_owner else wanted
+        last = wanted.rpartition("/")[2] if section.any_owner else wanted
         attempts = dict.fromkeys((wanted, _TUNED.sub("", wanted), last, _TUNED.sub("", last)))
-        found = (_shipped_alias(shelf, name) for name in attempts)
-        meant = next((one for one in found if one is not None), None) or _but_for_hyphens(shelf, _TUNED.sub("", last))
+        found = (_shipped_alias(section, name) for name in attempts)
+        meant = next((one for one in found if one is not None), None) or _but_for_hyphens(section, _TUNED.sub("", last))
         file = None if meant is None else own.get(meant, shipped[meant])
     if file is None:
         shown = name if len(name) <= _LONGEST_SHOWN else f"{name[: _LONGEST_SHOWN - 1]}…"
-        raise unknown_name(shelf.what, shown, {*shipped, *own}, shelf.way_out)
+        raise unknown_name(section.what, shown, {*shipped, *own}, section.way_out)
     return file
 
 
-def files(shelf: Shelf, *, extra: Path | None) -> dict[str, Path]:
+def files(section: Section, *, extra: Path | None) -> dict[str, Path]:
     """Return every entry's file by its canonical name, sorted, without opening them."""
-    together = {**shipped_files(shelf.folder), **own_files(extra)}
+    together = {**shipped_files(section.folder), **own_files(extra)}
     return {name: together[name] for name in sorted(together)}
 
 
@@ -93,22 +93,22 @@ def _named(candidates: Iterable[Path]) -> dict[str, Path]:
     return named
 
 
-def _own_alias(shelf: Shelf, wanted: str, own: Mapping[str, Path]) -> Path | None:
-    matches = [file for file in own.values() if wanted in shelf.aliases(file)]
+def _own_alias(section: Section, wanted: str, own: Mapping[str, Path]) -> Path | None:
+    matches = [file for file in own.values() if wanted in section.aliases(file)]
     if len(matches) > 1:
         raise SpecError(f"{matches[0]} and {matches[1]} both have the alias {wanted!r}; remove it from one")
     return matches[0] if matches else None
 
 
-def _shipped_alias(shelf: Shelf, wanted: str) -> str | None:
-    shipped, last = shipped_files(shelf.folder), wanted.rpartition("/")[2]
+def _shipped_alias(section: Section, wanted: str) -> str | None:
+    shipped, last = shipped_files(section.folder), wanted.rpartition("/")[2]
     likely_first = sorted(shipped, key=lambda name: not (name.startswith(wanted) or last.startswith(name)))
-    return next((name for name in likely_first if wanted == name or wanted in shelf.aliases(shipped[name])), None)
+    return next((name for name in likely_first if wanted == name or wanted in section.aliases(shipped[name])), None)
 
 
-def _but_for_hyphens(shelf: Shelf, wanted: str) -> str | None:
+def _but_for_hyphens(section: Section, wanted: str) -> str | None:
     """Return the only entry with the same name or alias apart from hyphens: ``rtx4090``, ``llama3-8b``."""
     plain = wanted.replace("-", "")
-    named = ((name, (name, *shelf.aliases(file))) for name, file in shipped_files(shelf.folder).items())
+    named = ((name, (name, *section.aliases(file))) for name, file in shipped_files(section.folder).items())
     meant = [name for name, called in named if plain in {one.replace("-", "") for one in called}]
     return meant[0] if len(meant) == 1 else None

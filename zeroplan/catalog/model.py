@@ -10,7 +10,7 @@ from typing import Annotated
 
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.entry import read_toml
-from zeroplan.catalog.lookup import Shelf, files, find, normal
+from zeroplan.catalog.lookup import Section, files, find, normal
 from zeroplan.errors import SpecError
 from zeroplan.spec.base import Range, Spec, read
 from zeroplan.spec.hardware import Figure
@@ -73,13 +73,13 @@ def model(name: str, *, extra: Path | None = None) -> ModelSpec:
     >>> model("Llama 3.1 8B").num_key_value_heads, model("meta-llama/Llama-3.1-8B-Instruct").name
     (8, 'llama-3.1-8b')
     """
-    file = find(_SHELF, name, extra=extra)
+    file = find(_SECTION, name, extra=extra)
     return _shipped_shape(file) if file.parent == _FOLDER else _entry(file).spec
 
 
 def model_entry(name: str, *, extra: Path | None = None) -> ModelEntry:
     """Return a model's whole entry: its shape, its source, and its makers' own counts."""
-    return _entry(find(_SHELF, name, extra=extra))
+    return _entry(find(_SECTION, name, extra=extra))
 
 
 def tower_left_out(name: str, *, extra: Path | None = None) -> str:
@@ -88,7 +88,7 @@ def tower_left_out(name: str, *, extra: Path | None = None) -> str:
     >>> tower_left_out("gemma-3-1b"), tower_left_out("qwen3.5-9b")
     ('', 'a vision tower')
     """
-    return str(read_toml(find(_SHELF, name, extra=extra), what=_WHAT).get("vision_tower", ""))
+    return str(read_toml(find(_SECTION, name, extra=extra), what=_WHAT).get("vision_tower", ""))
 
 
 def tower_beside(name: str, *, extra: Path | None = None) -> VisionSpec | None:
@@ -97,7 +97,7 @@ def tower_beside(name: str, *, extra: Path | None = None) -> VisionSpec | None:
     >>> tower_beside("qwen3.5-9b").hidden_size, tower_beside("gemma-3-4b")
     (1152, None)
     """
-    written = read_toml(find(_SHELF, name, extra=extra), what=_WHAT)
+    written = read_toml(find(_SECTION, name, extra=extra), what=_WHAT)
     config = {"model_type": str(written["model_type"]).removesuffix("_text"), "vision_config": written.get("vision_config")}
     text = written["config"]
     from zeroplan.catalog.towers import vision_of  # noqa: PLC0415  keeps start-up fast
@@ -116,7 +116,7 @@ def is_listed(name: str, *, extra: Path | None = None) -> bool:
     owner = normal(name).rpartition("/")[0]
     if owner in ("", *_MIRRORS):
         return True
-    return owner in {alias.rpartition("/")[0] for alias in _aliases(find(_SHELF, name, extra=extra)) if "/" in alias}
+    return owner in {alias.rpartition("/")[0] for alias in _aliases(find(_SECTION, name, extra=extra)) if "/" in alias}
 
 
 def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
@@ -125,7 +125,7 @@ def model_names(*, extra: Path | None = None) -> tuple[str, ...]:
     >>> model_names()[0], "llama-3.1-8b" in model_names()
     ('afm-4.5b', True)
     """
-    return tuple(files(_SHELF, extra=extra))
+    return tuple(files(_SECTION, extra=extra))
 
 
 def models(*, extra: Path | None = None) -> tuple[ModelEntry, ...]:
@@ -134,7 +134,7 @@ def models(*, extra: Path | None = None) -> tuple[ModelEntry, ...]:
     >>> len(models()) == len(model_names())
     True
     """
-    return tuple(_entry(file) for file in files(_SHELF, extra=extra).values())
+    return tuple(_entry(file) for file in files(_SECTION, extra=extra).values())
 
 
 def _entry(file: Path) -> ModelEntry:
@@ -190,4 +190,4 @@ def _aliases(file: Path) -> frozenset[str]:
     return frozenset((*named, *(alias.rpartition("/")[2] for alias in named)))
 
 
-_SHELF = Shelf("model", _FOLDER, _aliases, "`zeroplan models` lists all; --config takes its config.json", any_owner=True)
+_SECTION = Section("model", _FOLDER, _aliases, "`zeroplan models` lists all; --config takes its config.json", any_owner=True)

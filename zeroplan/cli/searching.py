@@ -16,7 +16,7 @@ AFTER_S = 2.0
 @contextmanager
 def shown_if_slow() -> Iterator[None]:
     """Show a bar on stderr for the searches within this block, one after the other; in a pipe or a file nothing."""
-    from zeroplan.progress import heard_by  # noqa: PLC0415  keeps start-up fast
+    from zeroplan.progress import progress_reported_to  # noqa: PLC0415  keeps start-up fast
 
     if not sys.stderr.isatty():
         yield
@@ -31,7 +31,7 @@ def shown_if_slow() -> Iterator[None]:
             for show in shown:
                 show(done, of)
 
-        with heard_by(hear):
+        with progress_reported_to(hear):
             yield
 
 

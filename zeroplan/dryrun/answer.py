@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from zeroplan.catalog.gpu import gpu as gpu_named
 from zeroplan.dryrun import outside_buffers, replacements
 from zeroplan.dryrun.loop import Loop
-from zeroplan.dryrun.mail import wanted
 from zeroplan.dryrun.operators import Operator
+from zeroplan.dryrun.rank_messages import wanted
 from zeroplan.dryrun.task import DryRunTask
 from zeroplan.dryrun.torch_patches import COMPILER
 from zeroplan.dryrun.traced import operators_recorded, operators_summed, trace_of
@@ -106,7 +106,7 @@ def _assumed(task: DryRunTask, stand_ins: StandIns) -> dict[str, Any]:
     return {
         "made_up": tuple(MadeUp(read=one.read, said=one.said, line=one.line, count=count) for one, count in made_up),
         "stood_in": tuple(StoodIn(what=what, by=by, count=count) for (what, by), count in replacements.counts.items()),
-        "remarks": _REMARKS, "companions": tuple(rank for rank in wanted(Path(task.mail)) if rank != task.rank),
+        "remarks": _REMARKS, "companions": tuple(rank for rank in wanted(Path(task.messages)) if rank != task.rank),
         "compiler_left_out": any(what == COMPILER for what, _ in replacements.counts),
         "imbalance": task.imbalance if stand_ins.sizes_of_choices else None,
     }  # fmt: skip

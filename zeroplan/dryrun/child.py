@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from zeroplan.allocator import expandable_segments_are_set
-from zeroplan.dryrun.mail import Mail
+from zeroplan.dryrun.rank_messages import RankMessages
 from zeroplan.dryrun.script import answer_or_failure, leave, run_script
 from zeroplan.dryrun.task import DryRunTask, Over
 from zeroplan.script_trace import SavedRun, as_data
@@ -90,7 +90,7 @@ class _Run:
         self.gpu = gpu_named(task.gpu)
         memory = Memory(int(self.gpu.memory_bytes.value))
         self.stand_ins = StandIns()
-        self._mail = Mail(Path(task.mail), task.rank)
+        self._messages = RankMessages(Path(task.messages), task.rank)
         install(self.gpu, memory, ranks=task.local_world_size, local_rank=task.local_rank)
         self.tracker = ScriptTracker(
             memory,
@@ -99,7 +99,7 @@ class _Run:
         )
         self.observer = Observer() if task.profiled else None
         self.loop = Loop(self.tracker, task.steps, self.observer, ends_at=began + task.until_end if task.until_end else None)
-        self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance, mail=self._mail)
+        self._fakes = HalfFakes(self.stand_ins, imbalance=task.imbalance, messages=self._messages)
         self._patch(task)
 
     def _patch(self, task: DryRunTask) -> None:
@@ -115,7 +115,7 @@ class _Run:
         )
         from zeroplan.dryrun.patches import AfterImport  # noqa: PLC0415
 
-        process_group.make_groups_fake(self._mail)
+        process_group.make_groups_fake(self._messages)
         launchers.run_ranks_here(task)
         routing.assume(task.imbalance, self.stand_ins)
         torch_patches.change_torch(self.stand_ins)
@@ -123,7 +123,7 @@ class _Run:
         self._compile(task)
         AfterImport(
             checkpoints.PATCHES | bitsandbytes.PATCHES | megatron.patches(self.loop)
-            | pipelining.patches(self._mail, self.loop)
+            | pipelining.patches(self._messages, self.loop)
             | transformers.PATCHES | triton.PATCHES | torch_engines.patches(self.tracker)
             | deepspeed.patches(self.tracker, self.loop),
             saving.watch(self.loop, Path(task.answer).with_name("aside")),

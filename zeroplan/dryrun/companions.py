@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from zeroplan.dryrun.mail import awaited_rank, note_ended, wanted
+from zeroplan.dryrun.rank_messages import awaited_rank, note_ended, wanted
 from zeroplan.dryrun.task import DryRunTask, Failed
 from zeroplan.spec.base import read
 from zeroplan.verify.processes.launch import how_ended
@@ -30,25 +30,25 @@ class Companions:
 
     def __init__(self, task: DryRunTask, start: "Callable[[DryRunTask, int], subprocess.Popen[str]]") -> None:
         self._task, self._start = task, start
-        self._mail = Path(task.mail)
+        self._messages = Path(task.messages)
         self._running: dict[int, subprocess.Popen[str]] = {}
         self._met = {task.rank}
         self._failed: dict[int, str] = {}
 
     def look(self) -> None:
         """Start the ranks that others wait for, and note the ranks that have ended."""
-        for rank in wanted(self._mail):
+        for rank in wanted(self._messages):
             if rank not in self._met:
                 self._met.add(rank)
                 self._begin(rank)
         for rank, process in list(self._running.items()):
             if (code := process.poll()) is not None:
                 del self._running[rank]
-                note_ended(self._mail, rank, self._why(rank, code))
+                note_ended(self._messages, rank, self._why(rank, code))
 
     def _begin(self, rank: int) -> None:
         if rank >= self._task.gpus or len(self._met) > MOST + 1:
-            note_ended(self._mail, rank, Failed(cause="here", text=self._too_many(rank)))
+            note_ended(self._messages, rank, Failed(cause="here", text=self._too_many(rank)))
             return
         folder = self._folder(rank)
         folder.mkdir()
@@ -68,7 +68,7 @@ class Companions:
         )
 
     def _folder(self, rank: int) -> Path:
-        return self._mail.with_name(f"rank{rank}")
+        return self._messages.with_name(f"rank{rank}")
 
     def _why(self, rank: int, code: int) -> Failed | None:
         """Why a rank failed; that rank's message if it only repeats another rank's failure."""
@@ -88,7 +88,7 @@ class Companions:
     @property
     def waiting(self) -> str:
         """The end of a sentence that names the rank for which the measured rank waits; empty if it waits for none."""
-        other = awaited_rank(self._mail, self._task.rank)
+        other = awaited_rank(self._messages, self._task.rank)
         return other and f"; it was waiting for a message of rank {other}"
 
     def show(self, lines: int) -> None:

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from zeroplan.dryrun.mail import CompanionError
+from zeroplan.dryrun.rank_messages import CompanionError
 from zeroplan.dryrun.task import Failed
 from zeroplan.errors import ZeroplanError
 from zeroplan.verify.fake_cuda.stand_ins import frame_to_name, line_of

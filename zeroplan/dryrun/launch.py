@@ -44,8 +44,8 @@ def dry_run(task: DryRunTask, *, timeout_s: float, quiet: bool = False) -> Saved
     SpecError if the script itself fails, MeasurementError if it cannot run without a GPU or does no step in time.
     """
     with scratch() as folder:
-        task = replace(task, answer=str(folder / "answer.json"), mail=str(folder / "mail"))
-        Path(task.mail).mkdir()
+        task = replace(task, answer=str(folder / "answer.json"), messages=str(folder / "messages"))
+        Path(task.messages).mkdir()
         companions = Companions(task, lambda one, output: _started(_child(one, folder, mark=task.answer), output))
         with shown(folder / "printed", quiet=quiet, worked=lambda: _worked(task)) as output:
             longest = timeout_s + (_TO_ANSWER_S if task.until_end else 0)

@@ -134,12 +134,12 @@ class Loop:
 
     def _at_evaluation(self, turn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
-        def turned(module: nn.Module) -> nn.Module:
+        def traced(module: nn.Module) -> nn.Module:
             if not self._is_busy and self._beside.turns_to_evaluation(module, self._phase):
                 self._enter_provisionally(Beside.EVALUATION)
             return turn(module)
 
-        return turned
+        return traced
 
     def during(self, phase: Beside, run: Callable[..., object]) -> Callable[..., object]:
         """Wrap a function so that its calls outside a pass or step become a part of the run."""

@@ -15,12 +15,12 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from zeroplan.dryrun.mail import Mail
-from zeroplan.dryrun.parcels import object_functions
+from zeroplan.dryrun.rank_messages import RankMessages
 from zeroplan.dryrun.replacements import noting
+from zeroplan.dryrun.sent_objects import object_functions
 from zeroplan.errors import SpecError
 from zeroplan.verify.fake_cuda.exchanged import noting_sums
-from zeroplan.verify.fake_cuda.letters import fill_on_wait
+from zeroplan.verify.fake_cuda.sent_values import fill_on_wait
 from zeroplan.verify.fake_parts.held_sends import hold_sent_tensors
 from zeroplan.verify.replaced import always, put
 from zeroplan.verify.training.ddp import reduce_bucket
@@ -28,11 +28,11 @@ from zeroplan.verify.training.ddp import reduce_bucket
 _WHERE = (dist, c10d, device_mesh)
 
 
-def make_groups_fake(mail: Mail) -> None:
+def make_groups_fake(messages: RankMessages) -> None:
     """Make every process group a fake one that reports the backend NCCL."""
     name_groups_nccl("fake")
     for owner in _WHERE:
-        put(owner, **object_functions(mail))
+        put(owner, **object_functions(messages))
     fill_on_wait()
     hold_sent_tensors()
     _reduce_buckets_at_once()

@@ -11,7 +11,7 @@ class DryRunTask(Spec):
 
     ``target`` is a path, or with ``module`` a module's name; ``arguments`` are the script's. ``gpu`` is a name in the
     catalogue. ``answer`` is the file for the result, with every block of memory if ``traced``, and with a profile of the
-    script's model if ``profiled``. ``mail`` is the folder for messages between ranks; a ``companion`` only sends messages and
+    script's model if ``profiled``. ``messages`` is the folder for messages between ranks; a ``companion`` only sends messages and
     has no answer. ``eager`` skips ``torch.compile``. With ``until_end`` the script runs to its end, or for that many seconds.
     The rank's experts receive ``imbalance`` times the even share of tokens. ``launcher`` has the command's words before the
     script.
@@ -26,7 +26,7 @@ class DryRunTask(Spec):
     steps: Count = 2
     gpu: str
     answer: str
-    mail: str = ""
+    messages: str = ""
     companion: bool = False
     traced: bool = False
     profiled: Literal["own", "all"] | None = None

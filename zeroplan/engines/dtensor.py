@@ -62,7 +62,7 @@ class Matrix(NamedTuple):
     places: Placements
 
     @property
-    def turned(self) -> "Matrix":
+    def transposed(self) -> "Matrix":
         """The transpose."""
         places = tuple(Placement(1 - one) if one in _SHARDED else one for one in self.places)
         return Matrix(self.columns, self.rows, self.mesh, places)
@@ -100,9 +100,9 @@ class Held(NamedTuple):
     order: Order = "rows first"
 
     @property
-    def turned(self) -> "Held":
+    def transposed(self) -> "Held":
         """The transpose, a view."""
-        return Held(self.matrix.turned, self.name, "rows first" if self.order == "columns first" else "columns first")
+        return Held(self.matrix.transposed, self.name, "rows first" if self.order == "columns first" else "columns first")
 
 
 @lru_cache(maxsize=4096)

@@ -13,8 +13,9 @@ from zeroplan.transformer.families.definition import definition_of
 from zeroplan.transformer.families.module_names import GATED_MODULES, Names
 from zeroplan.transformer.vision import MODULES
 
-#: Families whose expert layer, with its router, DeepSpeed gathers and releases as one module (``leaf_module_config.py``).
-LEAF_FAMILIES = ("mixtral", "qwen3_moe")
+#: Families whose expert layer, with its router and shared expert, DeepSpeed gathers and releases as one module
+#: (``leaf_module_config.py``).
+LEAF_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 #: Name endings of modules without parameters. A model has any other module if it, or a module inside it, owns parameters.
 _WITHOUT_PARAMETERS = (

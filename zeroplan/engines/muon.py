@@ -90,20 +90,20 @@ def newton_schulz(rows: int, columns: int, mesh: tuple[int, ...], width: int) ->
     update = tape.make(n_bytes, "update")
     tape.drop("result")
     copy = update if width == _BF16 else tape.make(_BF16 * n_bytes // width)
-    iterate = Held(weight, copy) if rows <= columns else Held(weight, copy).turned
+    iterate = Held(weight, copy) if rows <= columns else Held(weight, copy).transposed
     if mesh[-1] > 1:
         tape.send("all_reduce", _BF16)
     gram, polynomial = None, None
     for number in range(_ITERATIONS):
         before = iterate, gram, polynomial
-        gram = tape.multiply(iterate, iterate.turned)
+        gram = tape.multiply(iterate, iterate.transposed)
         tape.drop(*_names(before[1]))
         polynomial = tape.multiply(gram, gram, gram)
         tape.drop(*_names(before[2]))
         iterate = tape.multiply(iterate, polynomial, iterate, name="result" if number == _ITERATIONS - 1 else "")
         tape.drop(*[name for name in _names(before[0]) if name != update])
     tape.drop(*_names(gram, polynomial), update)
-    result = iterate if rows <= columns else iterate.turned
+    result = iterate if rows <= columns else iterate.transposed
     tape.drop(*[name for name in _names(tape.move(result, places)) if name != result.name])
     return tuple(tape.events)
 

@@ -190,7 +190,12 @@ def shared_at(these: Passes, block: int) -> tuple[Line, ...]:
 
 def flowing_at_embedding(these: Passes) -> Line:
     """Return the gradient of the embedding's output after the backward of all blocks."""
-    head, reason = these.head, "gradient of the embedding's output"
+    return incoming_gradient(these)._replace(reason="gradient of the embedding's output")
+
+
+def incoming_gradient(these: Passes) -> Line:
+    """Return the gradient of a block's output. [bytes]"""
+    head, reason = these.head, "gradient of the block's output"
     return Line(Kind.ACTIVATION_GRADIENTS, head.hidden_bytes, reason, head.hidden_formula, FLOWING)
 
 

@@ -173,9 +173,12 @@ def _cuts(keys: list[str]) -> list[tuple[int, int]]:
 _LEAF = "leaf module"
 
 
+_OF_LEAF = ("mlp.experts.", "mlp.gate.", "mlp.shared_expert.", "mlp.shared_expert_gate.")
+
+
 def is_leaf(whole: Row, name: str) -> bool:
     """Whether a parameter belongs to a module that is gathered as one: the whole MLP of a block with experts."""
-    return whole.model.family in LEAF_FAMILIES and name.startswith(("mlp.experts.", "mlp.gate."))
+    return whole.model.family in LEAF_FAMILIES and name.startswith(_OF_LEAF)
 
 
 def embedding_elements(whole: Row) -> int:
@@ -302,7 +305,13 @@ def _order(model: ModelSpec | None, names: tuple[str, ...]) -> list[int]:
     modules = [name.rpartition(".")[0] for name in names]
     owners = tuple(dict.fromkeys(modules))
     every = owners if model is None else executed_modules(model, owners)
-    return [at for owner in every for at, module in enumerate(modules) if module == owner]
+    places = sorted(range(len(names)), key=lambda at: at - 1.5 * names[at].endswith(_BIAS_OF_EXPERTS))  # before the weight
+    return [at for owner in every for at in places if modules[at] == owner]
+
+
+#: The biases of GPT-OSS's experts. Each is registered after its weight, but its rows are selected before the grouped product with
+#: that weight runs, so its gradient comes later (transformers 5.23, integrations/moe.py, ``grouped_mm_experts_forward``).
+_BIAS_OF_EXPERTS = (".experts.gate_up_proj_bias", ".experts.down_proj_bias")
 
 
 def _records(placed: tuple[Placed, ...]) -> tuple[Placed, ...]:

@@ -64,26 +64,26 @@ def check_memory(*, if_too_large: IfTooLarge = "stop", **flags: object) -> Estim
     return checked(request, if_too_large)
 
 
-def checked(request: Request, if_too_large: IfTooLarge, *, speaks: bool | None = None) -> Estimate | None:
+def checked(request: Request, if_too_large: IfTooLarge, *, prints: bool | None = None) -> Estimate | None:
     """Return the estimate of a request and print its verdict; raises :class:`WillNotFitError`."""
-    speaks = os.environ.get("RANK", "0") == "0" if speaks is None else speaks
+    prints = os.environ.get("RANK", "0") == "0" if prints is None else prints
     try:
         found = resolve(request)
         predicted, loop = judged(found.job), loop_beside(found.job, found.loop)
     except ZeroplanError as error:
-        _unknown(error, speaks=speaks)
+        _unknown(error, prints=prints)
         return None
     verdict = f"{verdict_sentence(predicted, GIBIBYTES)}{'' if loop is None else f' {loop.says}'}"
     if not (passes(predicted) and (loop is None or loop.fits is not False)) and if_too_large == "stop":
         raise WillNotFitError(f"zeroplan: {verdict} With if_too_large='warn' it trains all the same.")
-    say(verdict, speaks=speaks)
+    say(verdict, prints=prints)
     for note in with_setup(request).setup.matters.values():
-        say(note, speaks=speaks)
+        say(note, prints=prints)
     return predicted
 
 
-def _unknown(error: ZeroplanError, *, speaks: bool = True) -> None:
-    say(f"cannot check whether this job fits: {error}", speaks=speaks)
+def _unknown(error: ZeroplanError, *, prints: bool = True) -> None:
+    say(f"cannot check whether this job fits: {error}", prints=prints)
 
 
 def own_gpu() -> str:
@@ -95,17 +95,17 @@ def own_gpu() -> str:
     return torch.cuda.get_device_name()
 
 
-def said_afterwards(predicted: Estimate, *, speaks: bool) -> None:
+def said_afterwards(predicted: Estimate, *, prints: bool) -> None:
     """Print the measured peak of a run, and the estimate's error; only on a GPU."""
     import torch  # noqa: PLC0415  as above
 
     if torch.cuda.is_available():
         measured = torch.cuda.max_memory_allocated()
         sizes = f"predicted {GIBIBYTES.size(predicted.peak_bytes)}, measured {GIBIBYTES.size(measured)}"
-        say(f"peak allocated: {sizes} ({100 * (predicted.peak_bytes / measured - 1):+.1f} %)", speaks=speaks)
+        say(f"peak allocated: {sizes} ({100 * (predicted.peak_bytes / measured - 1):+.1f} %)", prints=prints)
 
 
-def say(text: str, *, speaks: bool) -> None:
-    """Print a message on stderr, if ``speaks``: on rank 0."""
-    if speaks:
+def say(text: str, *, prints: bool) -> None:
+    """Print a message on stderr, if ``prints``: on rank 0."""
+    if prints:
         print(f"zeroplan: {text}", file=sys.stderr, flush=True)

@@ -45,14 +45,14 @@ class LightningMemoryCheck(Callback):
             try:
                 request = self._request(trainer, pl_module, Path(folder))
             except ZeroplanError as error:
-                say(f"cannot check whether this job fits: {error}", speaks=trainer.is_global_zero)
+                say(f"cannot check whether this job fits: {error}", prints=trainer.is_global_zero)
                 return
-            self.predicted = checked(request, self.if_too_large, speaks=trainer.is_global_zero)
+            self.predicted = checked(request, self.if_too_large, prints=trainer.is_global_zero)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:  # noqa: ANN401, ARG002  Lightning's own
         """Print the measured peak of the run, and the estimate's error; only on a GPU."""
         if self.predicted is not None:
-            said_afterwards(self.predicted, speaks=trainer.is_global_zero)
+            said_afterwards(self.predicted, prints=trainer.is_global_zero)
 
     def _request(self, trainer: Any, pl_module: Any, folder: Path) -> Request:  # noqa: ANN401  Lightning's own
         flags = dict(self.said)

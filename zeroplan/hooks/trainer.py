@@ -46,16 +46,16 @@ class MemoryCheck(TrainerCallback):
             try:
                 request = self._request(args, there["model"], Path(folder))
             except ZeroplanError as error:
-                say(f"cannot check whether this job fits: {error}", speaks=args.process_index == 0)
+                say(f"cannot check whether this job fits: {error}", prints=args.process_index == 0)
                 return
-            self.predicted = checked(request, self.if_too_large, speaks=args.process_index == 0)
+            self.predicted = checked(request, self.if_too_large, prints=args.process_index == 0)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **there: Any  # noqa: ANN401, ARG002
     ) -> None:  # fmt: skip
         """Print the measured peak of the run, and the estimate's error; only on a GPU."""
         if self.predicted is not None:
-            said_afterwards(self.predicted, speaks=args.process_index == 0)
+            said_afterwards(self.predicted, prints=args.process_index == 0)
 
     def _request(self, args: TrainingArguments, model: Any, folder: Path) -> Request:  # noqa: ANN401  a module of the user's
         """Write the Trainer's arguments and the model's configuration into the folder, and return a request that reads them."""

@@ -24,7 +24,7 @@ from zeroplan.planner.questions import (
     longest_sequence,
 )
 from zeroplan.planner.result import Plan
-from zeroplan.planner.search import Inexpressible
+from zeroplan.planner.search import Inexpressible, without_garbage_collection
 from zeroplan.planner.space import Fixed, gpu_of
 from zeroplan.resolve import OPTIONS, Request, Resolved, beyond_positions, mesh_of, resolve, with_setup
 from zeroplan.resolve.padding import padding_note
@@ -102,6 +102,7 @@ def with_setup_defaults(request: Request) -> WithDefaults:
     return WithDefaults(complete, (*instead, *held, *found.notes), found.setup.pads, steps if isinstance(steps, int) else None)
 
 
+@without_garbage_collection()
 @remembering()
 def ask(request: Request, question: Question, *, extra: Path | None = None, inexpressible: Inexpressible | None = None) -> Plan:
     """Return the plan for a question on a request. Raises SpecError in one line for contradictory or impossible settings."""

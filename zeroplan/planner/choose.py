@@ -18,7 +18,7 @@ from zeroplan.planner.objectives import Field, Objective, field, ordered, pareto
 from zeroplan.planner.partly import partly_recomputed
 from zeroplan.planner.result import Best, Cloud, Layout, More, Plan, Ranked, Rival
 from zeroplan.planner.rules import Fallen, NoLayoutError, Rule, Tally
-from zeroplan.planner.search import Found, Inexpressible, job_at, search
+from zeroplan.planner.search import Found, Inexpressible, job_at, search, without_garbage_collection
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, check_batch, easy_room_of, gpu_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -90,6 +90,7 @@ class _Field(NamedTuple):
         return tuple(firsts.values())
 
 
+@without_garbage_collection()
 @remembering()
 def plan(
     base: JobSpec,

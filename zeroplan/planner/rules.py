@@ -47,6 +47,10 @@ class Tally:
             self._counts[rule] = self._counts.get(rule, 0) + layouts
             self._examples.setdefault(rule, example)
 
+    def has(self, rule: Rule) -> bool:
+        """Whether a rule has rejected layouts."""
+        return rule in self._counts
+
     @property
     def fallen(self) -> tuple[Fallen, ...]:
         """The rejected layouts by rule, in the order of the rules."""

@@ -1,7 +1,7 @@
 """Computes memory and step time of every layout. The formulas run once per structure, over columns of numbers."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,12 +23,13 @@ from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
 from zeroplan.planner.space import WHOLE, Column, Degrees, Fixed, Grid, easy_room_of, numbers, room_of, structures
 from zeroplan.progress import counted
+from zeroplan.spec.batch import Numbers
 from zeroplan.spec.described import JobParts
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.padding import is_modelled_padded
 from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
-from zeroplan.spec.split import shards_of_experts_are_even, widths_of_experts
+from zeroplan.spec.split import may_split, shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
 from zeroplan.timeline import expected_bytes, own_pools
 from zeroplan.trace import Moments, entry_of, highest_of
@@ -36,7 +37,7 @@ from zeroplan.transformer.params import parameter_count, trained_count
 from zeroplan.weights import Highest
 
 if TYPE_CHECKING:
-    from zeroplan.engines.pipeline.weighed import Weigher
+    from zeroplan.engines.pipeline.weighed import WeighedRank, Weigher
 
 
 class Found(NamedTuple):
@@ -87,13 +88,13 @@ def search(
     pipelines that cannot be nearly as fast as a layout that fits.
     """
     bounds = None if slow_too else Bounds(base, fixed, mfu)
-    with remembering(), _without_garbage_collection():
-        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, bounds=bounds), offload_too=offload_too)
+    with remembering(), without_garbage_collection():
+        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds), offload_too=offload_too)
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Turn garbage collection off: a search keeps nearly all its objects until its end."""
+def without_garbage_collection() -> Iterator[None]:
+    """Turn garbage collection off: a plan keeps nearly all its objects until its end."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -107,8 +108,9 @@ def faster_than(
     rate: float, base: JobSpec, fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
 ) -> tuple[Found, ...]:
     """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
-    space = _Space(base, fixed, Tally(), mfu, inexpressible, bounds=Bounds(base, fixed, mfu), quickest=NEARLY * rate)
-    with remembering(), _without_garbage_collection():
+    bounds = Bounds(base, fixed, mfu)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds, quickest=NEARLY * rate)
+    with remembering(), without_garbage_collection():
         return tuple(_searched(space, offload=False))
 
 
@@ -169,6 +171,13 @@ def padded_by_trainer(base: JobSpec, fixed: Fixed, recipe: RecipeSpec, grid: Gri
     return replace(recipe, padded=True) if pads else recipe
 
 
+class _Runnable(NamedTuple):
+    """Layouts that divide evenly, and the numbers of those that do not, by rule."""
+
+    grid: Grid
+    cuts: tuple[tuple[Rule, int], ...]
+
+
 class _Space(NamedTuple):
     """A search: its job, the fixed settings, and the counts of rejected layouts."""
 
@@ -177,6 +186,8 @@ class _Space(NamedTuple):
     tally: Tally
     mfu: float | None
     inexpressible: Inexpressible | None
+    known: dict[Hashable, _Runnable]
+    """Runnable layouts by what they depend on. Most recipes share them."""
     wide: bool = False
     """Whether to try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
@@ -184,6 +195,15 @@ class _Space(NamedTuple):
     """The rate of the fastest layout that is known to fit. [tokens/s of a GPU]"""
     bounds: Bounds | None = None
     """Upper bounds of pipelines' rates; None to evaluate slow pipelines too."""
+
+    def runnable(self, recipe: RecipeSpec, split: Degrees) -> _Runnable:
+        """Return the layouts of a recipe that divide evenly."""
+        schedule = split.pp > 1 and recipe.pipeline_schedule
+        key = split, recipe.engine, ways_of_resharding(recipe.fsdp2), schedule
+        known = self.known.get(key)
+        if known is None:
+            known = self.known[key] = _runnable(self.base, recipe, self.fixed, split)
+        return known
 
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
@@ -212,16 +232,15 @@ def _is_slow(one: tuple[RecipeSpec, Degrees]) -> bool:
 
 def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quickest: float) -> Iterator[Found]:
     base, fixed, tally = space.base, space.fixed, space.tally
-    grid, indivisible = numbers(recipe, base, fixed, split)
-    tally.cut(Rule.DIVISIBILITY, indivisible)
-    if recipe.engine == "fsdp2":
-        grid = _sharded_evenly(base, recipe, grid, tally)
-    if split.pp > 1:
-        grid = _runnable_batches(grid, recipe, fixed, tally)
+    grid, cuts = space.runnable(recipe, split)
+    for rule, layouts in cuts:
+        tally.cut(rule, layouts)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
         grid = _near(space.bounds, space, recipe, grid, quickest)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
+    elif tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid):
+        tally.cut(Rule.ENGINE, grid.layouts)  # the message of the first refusal is known
     elif grid.layouts:
         try:
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
@@ -251,6 +270,18 @@ def _near(bounds: Bounds, space: _Space, recipe: RecipeSpec, grid: Grid, quickes
     kept = grid.with_batches(bounds.is_near(recipe, first, quickest, partly=not space.quickest)[None, :])
     space.tally.cut(Rule.SLOW, grid.layouts - kept.layouts)
     return kept
+
+
+def _runnable(base: JobSpec, recipe: RecipeSpec, fixed: Fixed, split: Degrees) -> "_Runnable":
+    """Return the layouts that divide evenly and fill a pipeline, and how many others each rule rejects."""
+    tally = Tally()
+    grid, indivisible = numbers(recipe, base, fixed, split)
+    tally.cut(Rule.DIVISIBILITY, indivisible)
+    if recipe.engine == "fsdp2":
+        grid = _sharded_evenly(base, recipe, grid, tally)
+    if split.pp > 1:
+        grid = _runnable_batches(grid, recipe, fixed, tally)
+    return _Runnable(grid, tuple((one.rule, one.layouts) for one in tally.fallen))
 
 
 def _runnable_batches(grid: Grid, recipe: RecipeSpec, fixed: Fixed, tally: Tally) -> Grid:
@@ -291,12 +322,22 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     fits = np.ones((1, grid.layouts), dtype=np.bool_)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         batch = grid.numbers_at(at)
-        ends = [ranks.rank(rank, batch) for rank in (0, grid.pp - 1)]
-        if any(rank.waits_for_more(room) for rank in ends) or any(rank.exceeds(room) for rank in ends):
+        if _exceeds(ranks, (0, grid.pp - 1), batch, room):
             fits[0] = grid.row(grid.micro_batch_size) < batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
     return grid.with_batches(fits)
+
+
+def _exceeds(ranks: "Weigher", numbers: Iterable[int], batch: Numbers, room: int) -> bool:
+    """Whether some of a pipeline's ranks needs more than ``room``. The bytes that wait on a rank often decide this. [bytes]"""
+    seen = list["WeighedRank"]()
+    for number in numbers:
+        rank = ranks.rank(number, batch)
+        if rank.waits_for_more(room):
+            return True
+        seen.append(rank)
+    return any(rank.exceeds(room) for rank in seen)
 
 
 def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degrees = WHOLE) -> bool:

@@ -97,15 +97,19 @@ def _model_head(one: ModelEntry) -> Iterator[str]:
 
 
 def _shape(one: ModelEntry) -> Iterator[str]:
-    for field in fields(one.spec):
-        value = getattr(one.spec, field.name)
+    for field, value in _stated(one.spec):
         if is_dataclass(value):
-            yield from (_entry(f"{field.name}.{part.name}", getattr(value, part.name)) for part in fields(value))
-        elif field.name == "parallel_residual":
-            if one.spec.family == "gpt_neox":  # only this family has it
-                yield _entry(field.name, value)
-        elif field.name != "name" and value not in (None, 0, False):
-            yield _entry(field.name, value)
+            yield from (_entry(f"{field}.{part}", size) for part, size in _stated(value))
+        elif field != "name":
+            yield _entry(field, value)
+    if one.spec.family == "gpt_neox" and one.spec.parallel_residual:  # the default, which only this family's models choose
+        yield _entry("parallel_residual", value=True)
+
+
+def _stated(of: object) -> list[tuple[str, object]]:
+    """Return the fields that have no default, and those whose value is another."""
+    values = [(field, getattr(of, field.name)) for field in fields(of)]  # type: ignore[arg-type]  # a frozen dataclass
+    return [(field.name, value) for field, value in values if value != field.default]
 
 
 def _entry(name: str, value: object) -> str:

@@ -97,7 +97,7 @@ def _notes(model: ModelSpec, vision: VisionSpec, request: "Request", seq_len: in
         yield f"images of a sequence not given: zeroplan assumes {vision.images} of {size}, {beside or f'{tokens:,} tokens'}{more}"
     if tokens > seq_len:
         yield f"the images of a sequence take {tokens:,} tokens, more than its {seq_len:,}; use fewer or smaller ones"
-    if vision.hears:
+    if vision.has_audio:
         yield "of the encoder of sounds the weights are counted alone: a batch with sound takes more than the answer"
     if model.adapter is not None and not vision.adapted:
         yield "beside adapters the vision tower is counted as frozen, without adapters of its own"

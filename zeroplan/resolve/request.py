@@ -307,7 +307,7 @@ class Request(Spec):
         RECIPE, "NAME",
     )})
     transformers: str | None = field(default=None, metadata={"option": Option(
-        "The release of transformers, such as 4.48 (4.39 to 5.23). Older ones need more memory. (default: "
+        "The release of transformers, such as 4.48 (4.39 to 5.24). Older ones need more memory. (default: "
         "5.23)", RECIPE,
         "VERSION", "recipe.transformers",
     )})

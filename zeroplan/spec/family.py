@@ -62,7 +62,7 @@ TRAITS: Mapping[str, Traits] = {
         modelled=(_LLAMA_LIKE - {"older releases"}) | {"automodel blocks"},
     ),
     "seed_oss": Traits("llama", biased_output=False, modelled=_DENSE | {"adapters everywhere", "split", "pipeline"}),
-    "smollm3": Traits("llama", global_every=4, unturned=True, modelled=_DENSE | {"adapters everywhere", "liger"}),
+    "smollm3": Traits("llama", global_every=4, global_without_rotary=True, modelled=_DENSE | {"adapters everywhere", "liger"}),
     "hunyuan_v1_dense": Traits("llama", head_norms=True, modelled=_DENSE),
     "arcee": Traits("llama", "relu2", gated=False, layers=_UNGATED, modelled=_DENSE),
     "jais2": Traits(
@@ -71,7 +71,7 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "helium": Traits("helium", biased_output=False, modelled=_DENSE),
     "stablelm": Traits(
-        "stablelm", biased_output=False, turned=4, layer_norms=True,
+        "stablelm", biased_output=False, rotary_divisor=4, layer_norms=True,
         modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
     ),
     "gemma": Traits("gemma", "gelu_pytorch_tanh", embedding_scale=True, modelled=_LORA | {"offloaded activations", "liger"}),
@@ -96,16 +96,16 @@ TRAITS: Mapping[str, Traits] = {
     ),
     "olmo2": Traits("olmo2", modelled=_DENSE | {"adapters everywhere", "frozen parts", "liger"}),
     "olmo3": Traits("olmo2", window=True, global_every=4, angles_of_kinds=True, modelled=_DENSE),
-    "exaone4": Traits("olmo2", window=True, global_every=4, unturned=True, head_norms=True, modelled=_DENSE),
+    "exaone4": Traits("olmo2", window=True, global_every=4, global_without_rotary=True, head_norms=True, modelled=_DENSE),
     "granite": Traits(
         "llama", divides_logits=True, modelled=_DENSE | {"adapters everywhere", "frozen parts", "older releases"},
     ),
     "hyperclovax": Traits("llama", divides_logits=True, norms=4, modelled=_DENSE),
     "ernie4_5": Traits("ernie4_5", modelled=_LORA | {"float8"}),
-    "glm": Traits("glm4", turned=2, biased_output=False, layers=_JOINT, modelled=_DENSE),
-    "glm4": Traits("glm4", turned=2, biased_output=False, norms=4, layers=_JOINT, modelled=_DENSE),
+    "glm": Traits("glm4", rotary_divisor=2, biased_output=False, layers=_JOINT, modelled=_DENSE),
+    "glm4": Traits("glm4", rotary_divisor=2, biased_output=False, norms=4, layers=_JOINT, modelled=_DENSE),
     "cohere": Traits("cohere", divides_logits=True, head_norms=None, modelled=_DENSE),
-    "cohere2": Traits("cohere", window=True, global_every=4, unturned=True, divides_logits=True, modelled=_DENSE),
+    "cohere2": Traits("cohere", window=True, global_every=4, global_without_rotary=True, divides_logits=True, modelled=_DENSE),
     "starcoder2": Traits(
         "starcoder2", "gelu_pytorch_tanh", window=True, layer_norms=True, gated=False, layers=Layers(mlp=("c_fc", "c_proj")),
         modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
@@ -116,11 +116,11 @@ TRAITS: Mapping[str, Traits] = {
         modelled=frozenset({"adapters", "offloaded activations", "megatron"}),
     ),
     "gpt_neox": Traits(
-        "gpt_neox", "gelu", plain_heads=True, turned=4, layer_norms=True, gated=False, layers=_JOINT_QKV,
+        "gpt_neox", "gelu", plain_heads=True, rotary_divisor=4, layer_norms=True, gated=False, layers=_JOINT_QKV,
         modelled=_IN_ONE_DTYPE | {"offloaded activations", "pipeline"},
     ),
     "phi": Traits(
-        "phi", "gelu_new", plain_heads=True, turned_width=32, head_bias=True,
+        "phi", "gelu_new", plain_heads=True, rotary_width=32, head_bias=True,
         layer_norms=True, gated=False, layers=Layers(("q_proj", "k_proj", "v_proj", "dense"), ("fc1", "fc2")),
         modelled=_IN_ONE_DTYPE,
     ),
@@ -148,7 +148,7 @@ TRAITS: Mapping[str, Traits] = {
         "mixtral", other_activations=False, experts="dispatched", one_width=True, converted=MLP, modelled=_IN_ONE_DTYPE,
     ),
     "minimax_m2": Traits(
-        "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, turned=2,
+        "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, rotary_divisor=2,
         router_bias="model's dtype", layers=Layers(mlp=OF_MIXTRAL), converted=OF_MIXTRAL,
         modelled=_WITH_EXPERTS | {"pipeline", "automodel", "automodel blocks"},
     ),
@@ -157,10 +157,10 @@ TRAITS: Mapping[str, Traits] = {
         routes_in_32_bits=True,
     ),
     "hunyuan_v1_moe": Traits(
-        "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router=True,
+        "hunyuan_moe", other_activations=False, experts="dispatched", one_width=True, head_norms=True, wide_router="yes",
     ),
     "ernie4_5_moe": Traits(
-        "ernie4_5", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, wide_router=True,
+        "ernie4_5", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, wide_router="yes",
     ),
     "qwen2_moe": Traits(
         "qwen3_next", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False,
@@ -172,38 +172,40 @@ TRAITS: Mapping[str, Traits] = {
         "pipeline", "megatron", "megatron adapters", "liger", "automodel", "automodel blocks"},
     ),
     "qwen3_next": Traits(
-        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="dispatched", shared_experts=True, turned=4,
-        layers=Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")), converted=MLP,
+        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="dispatched", shared_experts=True,
+        rotary_divisor=4, layers=Layers(others=("in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate")), converted=MLP,
         kernels=_OF_DELTA, modelled=_WITH_EXPERTS,
     ),
     "qwen3_5_text": Traits(
-        "qwen3_next", other_activations=False, global_every=4, linear=True, turned=4, layers=Layers(others=_GATED_DELTA),
+        "qwen3_next", other_activations=False, global_every=4, linear=True, rotary_divisor=4, layers=Layers(others=_GATED_DELTA),
         kernels=_OF_DELTA, modelled=_LORA,
     ),
     "qwen3_5_moe_text": Traits(
-        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="dispatched", shared_experts=True, turned=4,
-        one_width=True, layers=Layers(others=(*_GATED_DELTA, "shared_expert_gate")), stacked=True, kernels=_OF_DELTA,
-        modelled=_WITH_EXPERTS,
+        "qwen3_next", other_activations=False, global_every=4, linear=True, experts="dispatched", shared_experts=True,
+        rotary_divisor=4, one_width=True, layers=Layers(others=(*_GATED_DELTA, "shared_expert_gate")), stacked=True,
+        kernels=_OF_DELTA, modelled=_WITH_EXPERTS,
     ),
     "llama4_text": Traits(
-        "llama4", other_activations=False, window=True, pattern="LGD", unturned=True, experts="on this rank", head_norms=None,
-        layers=Layers(others=("router",)), modelled=_IN_ONE_DTYPE,
+        "llama4", other_activations=False, window=True, pattern="LGD", global_without_rotary=True, experts="on this rank",
+        head_norms=None, layers=Layers(others=("router",)), modelled=_IN_ONE_DTYPE,
     ),
     "granitemoehybrid": Traits(
         "granitemoehybrid", other_activations=False, linear=True, pattern="M*", experts="dispatched", may_be_dense=True,
-        unturned_models=True, divides_logits=True, layers=Layers(mlp=("input_linear", "output_linear"), others=MAMBA.others),
+        rotary_optional=True, divides_logits=True, layers=Layers(mlp=("input_linear", "output_linear"), others=MAMBA.others),
         kernels=OF_MAMBA, modelled=_LORA,
     ),
     "nemotron_h": Traits(
         "nemotron_h", "relu2", other_activations=False, linear=True, pattern="M*-E", experts="dispatched", shared_experts=True,
-        may_be_dense=True, unturned_models=True, one_module=True, biased_output=False,
+        may_be_dense=True, rotary_optional=True, one_module=True, biased_output=False,
         gated=False, router_bias="model's dtype",
         layers=_UNGATED._replace(others=(*MAMBA.others, *LATENT_OF_EXPERTS, JOINING)), adapted_output=False,
         kernels=OF_MAMBA,
         modelled=_LORA | {"automodel"},
+        wide_router="since 5.24",
     ),
     "bamba": Traits(
-        "bamba", other_activations=False, linear=True, pattern="M*", turned=2, layers=MAMBA, kernels=OF_MAMBA, modelled=_LORA,
+        "bamba", other_activations=False, linear=True, pattern="M*", rotary_divisor=2, layers=MAMBA, kernels=OF_MAMBA,
+        modelled=_LORA,
     ),
     "falcon_h1": Traits(
         "falcon_h1", other_activations=False, linear=True, pattern="HN", one_kind=True, divides_logits=True, layers=MAMBA,
@@ -212,23 +214,28 @@ TRAITS: Mapping[str, Traits] = {
     "deepseek_v2": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         layers=_LATENT, converted=MLP, modelled=_IN_ONE_DTYPE,
+        wide_router="since 5.24",
     ),
     "deepseek_v3": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         router_bias="model's dtype", layers=_LATENT, converted=MLP,
         modelled=_IN_ONE_DTYPE | {"pipeline", "megatron", "automodel", "automodel blocks"},
+        wide_router="since 5.24",
     ),
     "kimi_linear": Traits(
         "kimi_linear", other_activations=False, linear=True, pattern="Mm*D", experts="dispatched", shared_experts=True,
         latent=True, router_bias="model's dtype", kernels=_OF_DELTA,
+        wide_router="since 5.24",
     ),
     "deepseek_v32": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters"}),
+        wide_router="since 5.24",
     ),
     "glm_moe_dsa": Traits(
         "deepseek_sparse", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         indexed=True, router_bias="fp32", layers=_LATENT, converted=MLP, modelled=frozenset({"adapters", "pipeline"}),
+        wide_router="since 5.24",
     ),
     "mistral4": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
@@ -237,27 +244,33 @@ TRAITS: Mapping[str, Traits] = {
     "glm4_moe_lite": Traits(
         "deepseek", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, latent=True,
         router_bias="fp32", layers=_LATENT, converted=MLP, modelled=_LORA | {"automodel", "automodel blocks"},
+        wide_router="since 5.24",
     ),
     "glm4_moe": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=None,
-        biased_output=False, turned=2, router_bias="fp32", converted=MLP,
+        biased_output=False, rotary_divisor=2, router_bias="fp32", converted=MLP,
         modelled=_LORA | {"prime-rl", "pipeline", "automodel", "automodel blocks"},
+        wide_router="since 5.24",
     ),
     "dots1": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
         router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE | {"pipeline"},
+        wide_router="since 5.24",
     ),
     "solar_open": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, biased_output=False, one_width=True,
         router_bias="fp32", converted=MLP, modelled=_IN_ONE_DTYPE,
+        wide_router="since 5.24",
     ),
     "hy_v3": Traits(
         "glm4_moe", other_activations=False, experts="dispatched", shared_experts=True, dense_layers=True, head_norms=True,
         router_bias="model's dtype", modelled=_IN_ONE_DTYPE | {"pipeline"},
+        wide_router="since 5.24",
     ),
     "exaone_moe": Traits(
-        "glm4_moe", other_activations=False, window=True, pattern="LGD", unturned=True, experts="dispatched",
+        "glm4_moe", other_activations=False, window=True, pattern="LGD", global_without_rotary=True, experts="dispatched",
         shared_experts=True, head_norms=True, router_bias="model's dtype", converted=MLP, modelled=_IN_ONE_DTYPE,
+        wide_router="since 5.24",
     ),
     "gpt_oss": Traits(
         "gpt_oss", other_activations=False, window=True, experts="dispatched", one_width=True, sdpa=False, layers=_ALONE,
@@ -270,7 +283,7 @@ TRAITS: Mapping[str, Traits] = {
     "internlm3": Traits("llama", modelled=_LORA | {"offloaded activations"}),
     "youtu": Traits("deepseek", other_activations=False, latent=True, layers=_LATENT, modelled=_IN_ONE_DTYPE),
     "olmo_hybrid": Traits(
-        "olmo_hybrid", other_activations=False, global_every=4, linear=True, unturned_models=True,
+        "olmo_hybrid", other_activations=False, global_every=4, linear=True, rotary_optional=True,
         layers=Layers(others=("a_proj", "b_proj", "g_proj")), kernels=_OF_DELTA, modelled=_LORA,
     ),
     "apertus": Traits(
@@ -328,12 +341,12 @@ INDEXED_FAMILIES = families(lambda one: one.indexed)
 SHARED_EXPERTS = families(lambda one: one.shared_experts)
 #: Families whose shared expert has its own width.
 WIDE_SHARED_EXPERTS = families(lambda one: one.shared_experts and (one.file == "qwen3_next" or one.one_module))
+#: Families whose class always builds a shared expert; without a width it would be as wide as a dense MLP (HYV3MLP).
+ALWAYS_SHARED_EXPERTS = (*WIDE_SHARED_EXPERTS, "hy_v3")
 MAY_BE_DENSE = families(lambda one: one.may_be_dense)
 ONE_WIDTH_FAMILIES = families(lambda one: one.one_width)
 MOE_FAMILIES = families(lambda one: one.experts != "none")
 DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
-#: transformers' ``from_pretrained`` leaves their routers in fp32 (5.23, core_model_loading.py: a parameter's own dtype wins).
-WIDE_ROUTERS = families(lambda one: one.wide_router)
 DENSE_LAYERS = families(lambda one: one.dense_layers)
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)

@@ -13,7 +13,6 @@ from zeroplan.spec.family import (
     INDEXED_FAMILIES,
     LEARNED_POSITIONS,
     TRAITS,
-    WIDE_ROUTERS,
     modelled,
 )
 from zeroplan.spec.float8 import check_float8
@@ -39,7 +38,7 @@ from zeroplan.spec.recipe import (
     Stage,
     ways_of_resharding,
 )
-from zeroplan.spec.releases import check_release, is_reentrant
+from zeroplan.spec.releases import check_release, is_reentrant, release_of
 from zeroplan.spec.split import check_context_parallel, check_tensor_parallel, shards_of_experts_are_even, widths_of_experts
 from zeroplan.spec.torchtitan import check_torchtitan
 from zeroplan.spec.traits import ATTENTION
@@ -472,12 +471,14 @@ class JobSpec(Spec):
     def _check_indexer(self) -> None:
         """Raise SpecError for jobs of sparse attention that are not modelled, and where its weights without gradients matter.
 
-        DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it; with adapters they are frozen.
+        DDP stops at a parameter without a gradient, and DeepSpeed keeps states of it, as Adagrad does; with adapters they are
+        frozen.
         """
         recipe, family, adapted = self.recipe, self.model.family, self.model.adapter is not None
         for refused, instead in (
             (recipe.attention == "flash" and "attention 'flash', which transformers has not for it,", "attention 'sdpa'"),
             (recipe.engine != "fsdp2" and not adapted and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
+            (recipe.optimizer == "adagrad" and not adapted and "optimizer 'adagrad', which makes its states at once,", "adamw"),
         ):
             if refused and family in INDEXED_FAMILIES:
                 raise SpecError(
@@ -486,11 +487,13 @@ class JobSpec(Spec):
 
     def _check_router(self) -> None:
         """Raise SpecError for weights of two dtypes: 16 bits, and a router in fp32, which DeepSpeed casts and FSDP2 refuses."""
-        recipe = self.recipe
-        if self.model.family in WIDE_ROUTERS and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
+        recipe, when = self.recipe, "no" if self.model.moe is None else self.model.traits.wide_router
+        wide = when == "yes" or (when == "since 5.24" and release_of(recipe.transformers).wide_routers)
+        if wide and recipe.precision == "bf16" and recipe.engine in ("ddp", "fsdp1", "fsdp2"):
+            older = "" if when == "yes" else ", or a release before 5.24"
             raise SpecError(
                 f"precision 'bf16' of a {self.model.family} model under {recipe.engine!r} is not modelled: its routers stay in "
-                "fp32; use 'bf16-mixed', or engine 'deepspeed'"
+                f"fp32; use 'bf16-mixed', or engine 'deepspeed'{older}"
             )
 
     def _check_fused_loss(self) -> None:
@@ -535,7 +538,7 @@ class JobSpec(Spec):
 
     def _check_expert_ranks(self) -> None:
         """Raise SpecError if the ranks do not divide the experts, and for options not modelled with expert parallelism."""
-        ep, moe, recipe = self.mesh.ep, self.model.moe, self.recipe
+        ep, moe, recipe, adapter = self.mesh.ep, self.model.moe, self.recipe, self.model.adapter
         if moe is None:
             raise SpecError(f"ep={ep} needs a model with experts, and this one ({self.model.family}) has none; leave ep out")
         if moe.num_experts % ep:
@@ -544,6 +547,7 @@ class JobSpec(Spec):
             (recipe.engine != "fsdp2" and f"engine {recipe.engine!r}", "engine 'fsdp2'"),
             (self.model.family not in DISPATCHED_FAMILIES and f"a {self.model.family} model", "ep=1"),
             (recipe.offloads and "offload to host memory", "a higher number of GPUs"),
+            (adapter is not None and adapter.quantize_experts and "experts in four bits", "ep=1"),
             (self.mesh.tp > 1 and bool(SENDING & set(recipe.fused_parts)) and "kernels that send tokens and tp", "tp=1"),
             (ways_of_resharding(recipe.fsdp2) is not None and "a number for reshard_after_forward", "true or false"),
         )

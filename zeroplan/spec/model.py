@@ -13,6 +13,7 @@ from zeroplan.spec.adapter import (
 )
 from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
+    ALWAYS_SHARED_EXPERTS,
     DENSE_LAYERS,
     FREE_ACTIVATION,
     HEAD_NORMS,
@@ -27,7 +28,6 @@ from zeroplan.spec.family import (
     SHARED_EXPERTS,
     SOME_WINDOWED,
     USUAL_ACTIVATION,
-    WIDE_SHARED_EXPERTS,
     WINDOWED_FAMILIES,
     Family,
     modelled,
@@ -235,7 +235,7 @@ class ModelSpec(Spec):
     layer of attention behind a joining projection, and one of experts before a norm."""
     predictor_repeats: bool = False
     """All depths run the same layers, which are then not recomputed; their weights are counted for each depth."""
-    turned: bool = True
+    rotary: bool = True
     """Attention has rotary positions."""
     global_head_dim: Annotated[int, Range(0, 10**6)] = 0
     """Gemma 4 only: the width of a head in layers of full attention, whose values are their keys."""
@@ -477,14 +477,14 @@ class ModelSpec(Spec):
             raise SpecError(f"family={self.family!r} has no parallel_residual of its own; only gpt_neox has")
         if self.use_qk_norm and self.traits.head_norms is not None:
             raise SpecError(f"family={self.family!r} has no use_qk_norm of its own; only glm4_moe and cohere have")
-        turned = self.traits.turned
-        if turned > 1 and self.head_dim % (2 * turned):
-            part = {2: "half", 4: "a quarter"}[turned]
+        divisor = self.traits.rotary_divisor
+        if divisor > 1 and self.head_dim % (2 * divisor):
+            part = {2: "half", 4: "a quarter"}[divisor]
             raise SpecError(
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: {part} of each head is rotated, in pairs; "
-                f"use a multiple of {2 * turned}"
+                f"use a multiple of {2 * divisor}"
             )
-        width = self.traits.turned_width
+        width = self.traits.rotary_width
         if width and self.head_dim <= width:
             raise SpecError(
                 f"head_dim={self.head_dim} of a {self.family} model has no formula: {width} elements of each are rotated; use more"
@@ -581,8 +581,8 @@ class ModelSpec(Spec):
             raise SpecError("an exaone_moe model always has a window; write sliding_window")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):
             raise SpecError(f"layer_pattern={self.layer_pattern!r}: a model with E has experts (`moe`), and no other")
-        if not self.turned and self.family != "profile" and not self.traits.unturned_models:
-            raise SpecError(f"turned=False: attention of a {self.family} model has rotary positions")
+        if not self.rotary and self.family != "profile" and not self.traits.rotary_optional:
+            raise SpecError(f"rotary=False: attention of a {self.family} model has rotary positions")
 
     def _check_activation(self) -> None:
         if self.hidden_act is not None and self.family not in FREE_ACTIVATION:
@@ -597,7 +597,7 @@ class ModelSpec(Spec):
         for name, family in (("latent_size", "nemotron_h"), ("separate", "mixtral"), ("num_groups", "deepseek_v2")):
             if getattr(self.moe, name, 0) and self.family != family:
                 raise SpecError(f"{name}={getattr(self.moe, name)} of a {self.family} model's experts: only {family} has it")
-        if self.moe is not None and self.family in WIDE_SHARED_EXPERTS and not self.moe.num_shared_experts:
+        if self.moe is not None and self.family in ALWAYS_SHARED_EXPERTS and not self.moe.num_shared_experts:
             raise SpecError(f"num_shared_experts=0: a {self.family} model has an expert that every token visits; write 1")
         if self.moe is not None and self.moe.num_shared_experts and self.family not in SHARED_EXPERTS:
             raise SpecError(f"family={self.family!r} has no shared experts; only {' and '.join(SHARED_EXPERTS)} have")

@@ -6,7 +6,7 @@ from zeroplan.errors import SpecError
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.spec.releases import NOW, release_of
+from zeroplan.spec.releases import release_of
 
 
 def check_offloaded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
@@ -30,7 +30,7 @@ def _of_all_that_is_saved(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) 
     yield recipe.engine == "megatron" and "engine 'megatron'"
     yield recipe.fsdp2.are_torchtitans and "modules 'torchtitan'"
     yield bool(recipe.fused_parts) and "fused_kernels"
-    yield release_of(recipe.transformers) != NOW and f"transformers={recipe.transformers!r}"
+    yield release_of(recipe.transformers).has_other_blocks and f"transformers={recipe.transformers!r}"
     yield model.is_quantised and "quantised weights"
     if model.adapter is not None:
         yield model.moe is not None and "adapters beside experts"

@@ -6,7 +6,7 @@ from zeroplan.errors import refuse
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
-from zeroplan.spec.releases import NOW, release_of
+from zeroplan.spec.releases import release_of
 
 
 def check_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
@@ -25,6 +25,6 @@ def not_padded(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> Iterator
     yield recipe.attention == "eager" and "attention 'eager', which always has a mask,", "attention 'sdpa' or 'flash'"
     yield model.profile is not None and "a profile", "a model of a known family"
     yield recipe.fsdp2.are_torchtitans and "modules of torchtitan", "--modules transformers"
-    yield release_of(recipe.transformers) != NOW and f"transformers {recipe.transformers}", "a release from 5.0 on"
+    yield release_of(recipe.transformers).has_other_blocks and f"transformers {recipe.transformers}", "a release from 5.0 on"
     for name, degree in (("tp", mesh.tp), ("cp", mesh.cp), ("pp", mesh.pp)):
         yield degree > 1 and f"{name}={degree}", f"{name}=1"

@@ -1,8 +1,8 @@
-"""How do older releases of transformers differ in memory from 5.23, whose code the formulas follow?"""
+"""How do other releases of transformers differ in memory from 5.23, whose code the formulas follow?"""
 
 import re
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from zeroplan.errors import SpecError, refuse
 from zeroplan.spec.family import modelled
@@ -10,7 +10,7 @@ from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import ON_PAPER, RecipeSpec
 
-OLDEST, NEWEST = (4, 39), (5, 23)
+OLDEST, NEWEST = (4, 39), (5, 24)
 
 
 class Release(NamedTuple):
@@ -19,6 +19,7 @@ class Release(NamedTuple):
     Read in 4.39.3, 4.43.3, 4.44.2, 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.1, 4.55.0, 4.56.2, 4.57.3, 5.0.0
     and 5.23.0: ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and
     ``masking_utils.py``; in those before 4.48 also ``models/mistral/modeling_mistral.py`` and ``models/qwen2/modeling_qwen2.py``.
+    In 5.24.0: the ``modeling_*.py`` of every family. Its other changes are names (``cache`` for ``past_key_values``).
     """
 
     wide_logits: bool = False
@@ -46,6 +47,14 @@ class Release(NamedTuple):
     The model then looks for packed sequences, and makes a mask even if it finds none: ``masking_utils.py``,
     ``_preprocess_mask_arguments``. A kernel that accepts masks runs.
     """
+    wide_routers: bool = False
+    """Routers of DeepSeek's families and of those like them stay in fp32 in a model of 16 bits, with their biases (since 5.24,
+    ``_keep_in_fp32_modules_strict``), unless the engine casts them. The families: ``Traits.wide_router``."""
+
+    @property
+    def has_other_blocks(self) -> bool:
+        """Whether blocks, masks or the loss hold other tensors than those of 5.23."""
+        return self._replace(wide_routers=False) != NOW
 
 
 #: The first releases whose FlashAttention does not repeat keys (``MistralFlashAttention2.forward`` and the same in other families).
@@ -54,7 +63,7 @@ FLASH_REPEATED_UNTIL = {"mistral": (4, 48), "qwen2": (4, 48), "mixtral": (4, 48)
 TABLES_UNTIL = {"llama": (4, 41), "mistral": (4, 42), "qwen2": (4, 45), "mixtral": (4, 48)}
 
 #: The release whose code the formulas follow, and all with the same memory.
-NOW = Release()
+NOW: Final = Release()
 
 
 def release_of(text: str | None) -> Release:
@@ -71,7 +80,7 @@ def release_of(text: str | None) -> Release:
     if found is None:
         raise SpecError(f"transformers={text!r} is not a release; write 4.48")
     release = int(found[1]), int(found[2])
-    if not OLDEST <= release <= NEWEST:
+    if not within(text):
         oldest, newest = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
         raise SpecError(f"transformers={text!r} is not modelled; use a release from {oldest} to {newest}, or leave it out")
     return Release(
@@ -85,7 +94,18 @@ def release_of(text: str | None) -> Release:
         loops_over_experts=release < (4, 49),
         reentrant=release < (5, 0),
         masks_all=(4, 54) <= release < (5, 0),
+        wide_routers=release >= (5, 24),
     )
+
+
+def within(text: str) -> bool:
+    """Whether a release is between the oldest and the newest that were read.
+
+    >>> within("4.48"), within("4.30")
+    (True, False)
+    """
+    major, minor, *_ = text.split(".")
+    return OLDEST <= (int(major), int(minor)) <= NEWEST
 
 
 def is_reentrant(recipe: RecipeSpec) -> bool:
@@ -104,7 +124,7 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
         raise SpecError(f"transformers={recipe.transformers!r} has no Granite; use 4.45 or later, or leave it out")
     if model.family == "mixtral":
         _check_mixtral(model, recipe, release)
-    if release == NOW:
+    if not release.has_other_blocks:
         return
     refuse(f"transformers={recipe.transformers!r} with", _refusals(model, recipe, mesh), ", or leave it out")
 
@@ -112,7 +132,7 @@ def check_release(model: ModelSpec, recipe: RecipeSpec, mesh: MeshSpec) -> None:
 def _check_mixtral(model: ModelSpec, recipe: RecipeSpec, release: Release) -> None:
     """Raise SpecError for releases between the two that are modelled, and for full training where experts run in a loop."""
     separate = model.has_separate_experts
-    if separate != release.loops_over_experts or (release != NOW and not separate):
+    if separate != release.loops_over_experts or (release.has_other_blocks and not separate):
         raise SpecError(
             f"transformers={recipe.transformers!r} with a mixtral model is modelled from 4.39 to 4.48 with LoRA, whose experts are "
             "separate layers, and as 5.23; leave it out"

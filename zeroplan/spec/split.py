@@ -4,11 +4,11 @@ from zeroplan.errors import SpecError, refuse
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.adapter import HEAD
 from zeroplan.spec.batch import BatchSpec
-from zeroplan.spec.family import TRAITS, families
-from zeroplan.spec.mesh import MeshSpec
+from zeroplan.spec.family import DISPATCHED_FAMILIES, TRAITS, families
+from zeroplan.spec.mesh import MeshSpec, Split
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT
-from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
+from zeroplan.spec.recipe import Engine, RecipeSpec, ways_of_resharding
 
 #: Optimizers whose states and step are those of a rank's own parts of the weights. Transformer Engine's and flashoptim's steps
 #: were read, not run.
@@ -69,6 +69,8 @@ def check_context_parallel(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpe
         (recipe.fsdp2.cpu_offload and "offload to host memory", "no offload"),
         (ways_of_resharding(recipe.fsdp2) is not None and "reshard_after_forward as a number", "true or false for it"),
         (model.adapter is not None and "adapters", "full training"),
+        # torch 2.13, aten/src/ATen/native/transformers/attention.cpp, pad_last_dim: ranks then exchange wider keys and values.
+        (model.head_dim % 8 != 0 and f"head_dim={model.head_dim}, which the flash kernel pads,", "a multiple of 8 for it"),
         (recipe.loss not in ("full", "fused") and f"loss {recipe.loss!r}", "loss 'full' or 'fused'"),
         *_of_model_and_batch(model, recipe, batch),
     )
@@ -80,11 +82,31 @@ def split_families(*, with_experts: bool) -> tuple[str, ...]:
     return families(lambda one: "split" in one.modelled and (one.experts != "none") == with_experts)
 
 
+def may_split(model: ModelSpec, engine: Engine, mesh: Split) -> bool:
+    """Whether these degrees are modelled for the family under this engine. If not, every job with them is refused.
+
+    >>> from zeroplan.spec.model import ModelSpec
+    >>> tiny = ModelSpec(family="gemma2", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+    ...                  num_key_value_heads=2, head_dim=16, vocab_size=256)
+    >>> may_split(tiny, "fsdp2", MeshSpec(dp_shard=8)), may_split(tiny, "fsdp2", MeshSpec(tp=2))
+    (True, False)
+    """
+    if engine == "megatron":
+        return model.has("megatron")
+    if mesh.ep > 1 and model.family not in DISPATCHED_FAMILIES:
+        return False
+    return (mesh.tp * mesh.cp == 1 or _is_split(model, mesh)) and (mesh.pp == 1 or model.has("pipeline"))
+
+
+def _is_split(model: ModelSpec, mesh: Split) -> bool:
+    """Whether tensor and context parallelism are modelled for the family: of one with experts beside expert parallelism."""
+    return model.has("split") and model.profile is None and (model.traits.experts != "none") == (mesh.ep > 1)
+
+
 def _check_family(way: str, ranks: int, model: ModelSpec, mesh: MeshSpec) -> None:
-    is_split, has_experts = model.has("split") and model.profile is None, model.traits.experts != "none"
-    if is_split and has_experts == (mesh.ep > 1):
+    if _is_split(model, mesh):
         return
-    if is_split and has_experts:
+    if model.has("split") and model.profile is None and mesh.ep == 1:
         raise SpecError(f"{way}={ranks} of experts that every rank has is not modelled; use an ep above 1, or {way}=1")
     what = "a profile" if model.profile is not None else f"family {model.family!r}"
     beside = f" beside ep={mesh.ep}" if mesh.ep > 1 else ""

@@ -62,9 +62,9 @@ class Traits(NamedTuple):
     """All layers are of one kind: attention beside a state space, gated or normalised."""
     may_be_dense: bool = False
     """A model of the family may have no experts."""
-    unturned_models: bool = False
+    rotary_optional: bool = False
     """A config may turn rotary positions off."""
-    unturned: bool = False
+    global_without_rotary: bool = False
     """That one layer per period has no rotary positions."""
     experts: Literal["none", "on this rank", "dispatched"] = "none"
     """Whether its blocks have experts; ``dispatched``: experts on several ranks are modelled too."""
@@ -72,8 +72,9 @@ class Traits(NamedTuple):
     """It may have shared experts, which every token visits."""
     routes_in_32_bits: bool = False
     """The router's weights stay in fp32, and therefore the experts' weighted outputs as well."""
-    wide_router: bool = False
-    """The router's weights are fp32 in a model of 16 bits, unless the engine casts them."""
+    wide_router: Literal["no", "since 5.24", "yes"] = "no"
+    """The router's weights, and a bias of its scores, are fp32 in a model of 16 bits, unless the engine casts them; for some
+    families since transformers 5.24 (core_model_loading.py: a parameter's own dtype wins)."""
     dense_layers: bool = False
     """Its first layers may have a dense MLP."""
     one_width: bool = False
@@ -92,9 +93,9 @@ class Traits(NamedTuple):
     """The model divides its logits by a constant before the loss. Liger has no fused loss for that."""
     angles_of_kinds: bool = False
     """Layers with a window have their own rotary tables."""
-    turned: int = 1
-    """Rotary positions rotate 1/``turned`` of each head."""
-    turned_width: int = 0
+    rotary_divisor: int = 1
+    """Rotary positions rotate 1/``rotary_divisor`` of each head."""
+    rotary_width: int = 0
     """Or they rotate this many elements of each head."""
     head_bias: bool = False
     """The head has a bias."""

@@ -84,7 +84,7 @@ class VisionSpec(Spec):
         return self.tower != "other"
 
     @property
-    def hears(self) -> bool:
+    def has_audio(self) -> bool:
         """Whether an encoder of sounds is beside the tower, of which only the weights count (Qwen's Omni models)."""
         return self.tower in _PIXELS and self.other_parameters > 0
 

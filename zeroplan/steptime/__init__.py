@@ -15,7 +15,7 @@ from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, bytes_by_kind
 from zeroplan.memo import as_key
 from zeroplan.numeric import Float, log2, longest, together
-from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.batch import Batch
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
@@ -135,7 +135,7 @@ def _busy(
     )  # fmt: skip
     key = model, recipe.engine, recipe.precision, kernels, sequence, tp, cp, ep, rates.share
 
-    def work_of(one: BatchSpec) -> Work:
+    def work_of(one: Batch) -> Work:
         return work(model, recipe, one, rates.running.kernels, tp=tp, cp=cp, expert_ranks=ep)
 
     return computing(work_of, model, recipe, batch, rates, mfu, key=key), tp * cp

@@ -7,7 +7,7 @@ from zeroplan.engines.precisions import widths
 from zeroplan.errors import SpecError
 from zeroplan.memo import recalled
 from zeroplan.numeric import Distinct, Float, Int, distinct, longest
-from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.batch import Batch, BatchSpec, Columns
 from zeroplan.spec.hardware import Dtype, GpuSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, StepKernels
@@ -153,34 +153,34 @@ class Rates(NamedTuple):
 class Pieces(NamedTuple):
     """Times of one micro-batch before recomputation is added. [s]"""
 
-    blocks: float
-    blocks_backward: float
-    last: float
+    blocks: Float
+    blocks_backward: Float
+    last: Float
     """Forward of the last product of every block."""
-    head: float
-    head_backward: float
-    attention: float
-    attention_backward: float
-    moved: float
-    moved_backward: float
-    ends: float
-    ends_backward: float
-    elements: float
+    head: Float
+    head_backward: Float
+    attention: Float
+    attention_backward: Float
+    moved: Float
+    moved_backward: Float
+    ends: Float
+    ends_backward: Float
+    elements: Float
     """Elements of the matrices."""
-    trained: float
+    trained: Float
     """Elements that get a gradient."""
-    model_flops: float
+    model_flops: Float
     """Operations of forward and backward, without recomputation. [FLOPs]"""
-    again: float = 0.0
+    again: Float = 0.0
     """Forward of the modules in Megatron's ``--recompute-modules``."""
-    layers: float = 0.0
-    launched: float = 0.0
+    layers: Float = 0.0
+    launched: Float = 0.0
     """Kernels launched in the blocks' forward; the next three count theirs likewise."""
-    launched_backward: float = 0.0
-    launched_ends: float = 0.0
-    launched_ends_backward: float = 0.0
-    tensors: float = 0.0
-    trained_tensors: float = 0.0
+    launched_backward: Float = 0.0
+    launched_ends: Float = 0.0
+    launched_ends_backward: Float = 0.0
+    tensors: Float = 0.0
+    trained_tensors: Float = 0.0
 
 
 class _Times(NamedTuple):
@@ -203,7 +203,7 @@ class _Times(NamedTuple):
 
 
 def computing(
-    work_of: Callable[[BatchSpec], Work], model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates,
+    work_of: Callable[[Batch], Work], model: ModelSpec, recipe: RecipeSpec, batch: Batch, rates: Rates,
     mfu: float | None = None, *, key: Hashable = None,
 ) -> Computing:  # fmt: skip
     """Return the time of forward, backward and recomputation of a step; ``work_of``: the work of a batch of one micro-batch.
@@ -214,10 +214,12 @@ def computing(
     again, steps, (sizes, batch_of) = _recomputation(model, recipe), batch.grad_accum_steps, _distinct_batches(batch)
 
     def pieces() -> tuple[Float, ...]:
-        return sizes.each(lambda size: _pieces(work_of(batch_of(size)), rates, mfu))
+        if len(sizes.values) < _COLUMN or not isinstance(batch.seq_len, int):
+            return sizes.each(lambda size: _pieces(work_of(batch_of(size)), rates, mfu))
+        return sizes.at_once(lambda column: _pieces(work_of(Columns(column, batch.seq_len, 1)), rates, mfu))
 
     found = pieces() if key is None else recalled(lambda: (computing, key, mfu, sizes.values, sizes.positions is None), pieces)
-    one = _times(Pieces(*found), recipe, rates, again, mfu)  # type: ignore[arg-type]  # columns, too
+    one = _times(Pieces(*found), recipe, rates, again, mfu)
     one = _Times(*(sizes.spread(time) for time in one))
     forward = one.matrices + one.attention + one.moved
     back = one.matrices_backward + one.attention_backward + one.moved_backward + one.again
@@ -236,6 +238,8 @@ def _computing(parts: tuple[Part, ...], steps: Int, forward: Float, back: Float,
     return Computing(parts, steps * forward, steps * back, one.model_flops, *rest)
 
 
+#: From so many sizes of micro-batch on, a column takes less time than one size after the other.
+_COLUMN = 8
 #: Larger than any sequence's number of tokens.
 _TOKENS = 1 << 32
 
@@ -331,7 +335,7 @@ def _pieces(work: Work, rates: Rates, mfu: float | None) -> Pieces:
     last = seconds((one for one in work.products if one.last), work.tokens, on, accumulates=accumulates)
     rest = _shapeless(work.other_head_flops, head_on)
     other = _twice(_shapeless(work.other_flops, on)) if work.scan is None else scanning(work.scan, _of_scan(work, rates))
-    scores = _shapeless(work.wide_flops, rates.wide_machine()) if work.wide_flops else 0.0
+    scores = _shapeless(work.wide_flops, rates.wide_machine()) if _is_some(work.wide_flops) else 0.0
     cast = (0.0, 0.0) if rates.running.operands is None else casts(work.products, work.tokens)
     core, moved, ends = _core_seconds(work, rates), _moved(work.moved, rates), _moved(work.ends_moved, rates)
     return Pieces(
@@ -387,13 +391,18 @@ def _stops_early(recipe: RecipeSpec) -> bool:
     return recipe.engine != "megatron" and not (recipe.engine == "fsdp2" and recipe.fsdp2.are_torchtitans)
 
 
-def _twice(forward: float) -> Passes:
+def _twice(forward: Float) -> Passes:
     return Passes(forward, MATRIX_BACKWARD * forward)
 
 
-def _shapeless(flops: float, on: Machine) -> float:
+def _is_some(operations: Float) -> bool:
+    """Whether there are operations; a column of sizes is all zero or nowhere."""
+    return bool(operations if isinstance(operations, (int, float)) else operations.any())
+
+
+def _shapeless(flops: Float, on: Machine) -> Float:
     """Return the time of operations without known shapes, at the rate of products of 4,096 on each side. [s]"""
-    if not flops:
+    if not _is_some(flops):
         return 0.0
     one = Product(4096.0, 4096.0, 1.0, frozen=True)
     return flops / (one.flops * 4096.0) * seconds((one,), 4096.0, on, accumulates=False).forward
@@ -406,10 +415,10 @@ _DEEP = 1024.0
 def _core_seconds(work: Work, rates: Rates) -> Passes:
     """Return the time of attention. Eager attention runs narrow matrix products, and its scores go through memory. [s]"""
     core = work.core
-    if not core.flops:
+    if not _is_some(core.flops):
         return Passes(0.0, 0.0)
     on = rates.machine(None)
-    if core.moved != Moved():
+    if _is_some(core.moved.kernels):
         one = Product(core.tokens, _DEEP, 1.0, frozen=True)  # its reads and writes are in ``core.moved``
         each = seconds((one,), core.tokens, on, accumulates=False).forward
         products = core.flops / (one.flops * core.tokens) * each

@@ -44,14 +44,14 @@ _SEEN_S = 70e-6
 class Launched(NamedTuple):
     """Counts of a micro-batch's layers, kernels and parameter tensors."""
 
-    layers: float
-    blocks: float
-    blocks_backward: float
-    ends: float
-    ends_backward: float
-    tensors: float
+    layers: Float
+    blocks: Float
+    blocks_backward: Float
+    ends: Float
+    ends_backward: Float
+    tensors: Float
     """Parameter tensors of the blocks; ``trained_tensors`` are those with a gradient."""
-    trained_tensors: float
+    trained_tensors: Float
 
 
 class Launching(NamedTuple):

@@ -8,7 +8,7 @@ Leaves out the tied embedding's sum, the maxima and sums of a vocabulary-paralle
 Transformer Engine fuses, and the slowdown of collectives and matrix products beside each other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,9 +20,9 @@ from zeroplan.engines.megatron.states import states_of, step_lines
 from zeroplan.engines.megatron.traffic import collectives_of_passes, collectives_of_weights, visited
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Among, Collective, Kind, Phase
-from zeroplan.memo import as_key
+from zeroplan.memo import as_key, recalled
 from zeroplan.numeric import Float, ceil_div, longest, together, where
-from zeroplan.spec.batch import Batch, BatchSpec
+from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -45,7 +45,7 @@ from zeroplan.steptime.stepping import stepping
 from zeroplan.steptime.work import Ranks, Work, core_of, multiplying
 from zeroplan.transformer.flops import attention_widths, block_matrices
 from zeroplan.transformer.megatron import PREDICTS, ROUTED, is_gated
-from zeroplan.transformer.parameters import Parameter
+from zeroplan.transformer.parameters import BlockRun, Parameter
 from zeroplan.transformer.params import text_layout
 
 _BESIDE = (
@@ -125,7 +125,10 @@ def megatron_time(
     passes = batch.grad_accum_steps / (1.0 * case.split * pp)
     tokens = 1.0 * batch.micro_batch_size * batch.seq_len * passes
     gated, predicted = is_gated(case), recipe.megatron.mtp_num_layers
-    multiplied = sum(one.flops for run in runs_of(case) for one in of_block(run.parameters, run.layers, tp=1, gated=gated))
+    multiplied = recalled(
+        lambda: ("multiplied", model, recipe.megatron, gated),
+        lambda: sum(one.flops for run in runs_of(case) for one in of_block(run.parameters, run.layers, tp=1, gated=gated)),
+    )
     scores = 2.0 * (model.num_hidden_layers + predicted) * attention_widths(model) * (batch.seq_len + 1) / 2.0
     flops = 3.0 * (multiplied + 2.0 * (1 + predicted) * model.vocab_size * model.hidden_size + scores) * tokens
     return StepTime(parts, flops, tokens, peak_flops_per_s(rates.gpu, recipe, rates.running.operands))
@@ -142,7 +145,7 @@ def time_without_a_pipeline(
 # --- one rank's computing ---------------------------------------------------------------------------------------------------
 
 
-def _work(rank: Rank, case: _Case, rates: Rates, one: BatchSpec) -> Work:
+def _work(rank: Rank, case: _Case, rates: Rates, one: Batch) -> Work:
     model, mesh, recipe = case.model, case.mesh, case.recipe
     tp, cp, ep, gated = int(mesh.tp), int(mesh.cp), int(mesh.ep), is_gated(case)
     tokens = 1.0 * one.micro_batch_size * one.seq_len / cp
@@ -151,19 +154,14 @@ def _work(rank: Rank, case: _Case, rates: Rates, one: BatchSpec) -> Work:
     products: tuple[Product, ...] = ()
     again: tuple[Product, ...] = ()
     moved = again_moved = Moved()
-    etp, modules = recipe.megatron.expert_ways(tp), recomputed_modules(recipe)
-    for run, layers in zip(runs_of(case), rank.counts, strict=True):
+    modules = recomputed_modules(recipe)
+    for run, layers, (linear, linear_again) in zip(runs_of(case), rank.counts, _products(rank, case), strict=True):
         experts = model.moe is not None and run.kind in ROUTED
-
-        def linear_of(parameters: Iterable[Parameter], layers: float = layers) -> tuple[Product, ...]:
-            return of_block(parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
-
-        linear = linear_of(run.parameters)
         each = pointwise.of_block(model, kernels, split, experts=experts, gated=gated).and_of(multiplying(linear))
         if run.kind == PREDICTS:
             each = each.and_of(pointwise.of_joining(model, kernels, split))
         products, moved = products + linear, moved.and_of(Moved(*(layers * part for part in each)))
-        again += linear_of(one for one in run.parameters if _is_of(one.name, modules, experts=experts))
+        again += linear_again
         each = pointwise.of_modules(model, kernels, split, modules, experts=experts, gated=gated)
         again_moved = again_moved.and_of(Moved(*(layers * part for part in each)))
     fused = kernels if recipe.megatron.cross_entropy_fusion_impl is None else "fused"
@@ -175,6 +173,27 @@ def _work(rank: Rank, case: _Case, rates: Rates, one: BatchSpec) -> Work:
         Moved(*(losses * part for part in ends.and_of(multiplying(head)))) if rank.has_head else Moved(),
         layers=rank.layers, again=again, again_moved=again_moved,
     )  # fmt: skip
+
+
+def _products(rank: Rank, case: _Case) -> tuple[tuple[tuple[Product, ...], tuple[Product, ...]], ...]:
+    """Return the products of each kind of the rank's layers, and those that recomputed modules repeat."""
+    model, recipe, tp, ep = case.model, case.recipe, int(case.mesh.tp), int(case.mesh.ep)
+    modules, etp, gated = recomputed_modules(recipe), recipe.megatron.expert_ways(tp), is_gated(case)
+
+    def of(parameters: Iterable[Parameter], layers: float) -> tuple[Product, ...]:
+        return of_block(parameters, layers, tp=tp, ep=ep, etp=etp, at_once=True, gated=gated, sharing=tp)
+
+    def repeated(run: BlockRun) -> Iterator[Parameter]:
+        experts = model.moe is not None and run.kind in ROUTED
+        return (one for one in run.parameters if _is_of(one.name, modules, experts=experts))
+
+    return recalled(
+        lambda: (_products, model, recipe.megatron, modules, rank.counts, tp, ep, gated),
+        lambda: tuple(
+            (of(run.parameters, layers), of(repeated(run), layers))
+            for run, layers in zip(runs_of(case), rank.counts, strict=True)
+        ),
+    )
 
 
 def _is_of(name: str, modules: tuple[str, ...], *, experts: bool) -> bool:

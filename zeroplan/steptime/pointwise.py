@@ -14,6 +14,7 @@ time of their reads and writes, the loss 1.5 times; other GPUs are assumed to do
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from zeroplan.numeric import Float
 from zeroplan.spec.family import LEARNED_POSITIONS, UNROTATED
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import StepKernels
@@ -26,12 +27,12 @@ _WRITTEN_OUT = ("gelu_new", "gelu_fast")
 class Moved(NamedTuple):
     """Bytes and kernels of a forward and a backward: of one micro-batch on a rank, or of an operator per element."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-    kernels: float = 0.0
-    backward_kernels: float = 0.0
+    forward: Float = 0.0
+    backward: Float = 0.0
+    kernels: Float = 0.0
+    backward_kernels: Float = 0.0
 
-    def plus(self, one: "Moved", width: float, times: float = 1.0) -> "Moved":
+    def plus(self, one: "Moved", width: Float, times: float = 1.0) -> "Moved":
         """Return the sum with ``times`` operators on ``width`` elements."""
         return Moved(
             self.forward + times * width * one.forward, self.backward + times * width * one.backward,
@@ -75,7 +76,7 @@ _EMBEDDING = Moved(4, 4, 22, 2)
 class Split(NamedTuple):
     """How ranks share a micro-batch: the tokens on this rank, and the ranks that split widths and norms."""
 
-    tokens: float
+    tokens: Float
     tp: int = 1
     sequence: bool = False
     """Tensor-parallel ranks split norms and residual sums too."""
@@ -200,7 +201,7 @@ _MERGED = Moved(16, 4, 6, 7)
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 
 
-def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: float, *, autocast: bool) -> Moved:
+def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: Float, *, autocast: bool) -> Moved:
     """Return the bytes moved by one block's adapters and by dequantising its 4-bit weights."""
     adapter, total = model.adapter, Moved()
     if adapter is None:

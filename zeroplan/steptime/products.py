@@ -5,10 +5,11 @@ on a rank: tensor-parallel ranks split columns or depth, experts have few rows. 
 (:mod:`zeroplan.steptime.tables`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 
+from zeroplan.numeric import Float, longest, shortest, together
 from zeroplan.steptime.tables import COLUMNS, ROWS, product_share
 from zeroplan.transformer.parameters import Parameter
 
@@ -66,37 +67,42 @@ class Machine(NamedTuple):
 class Passes(NamedTuple):
     """Times of a forward and a backward. [s]"""
 
-    forward: float
-    backward: float
+    forward: Float
+    backward: Float
 
 
-def seconds(products: Iterable[Product], tokens: float, on: Machine, *, accumulates: bool) -> Passes:
-    """Return the time of the forwards and backwards of linear layers. [s]"""
-    forward = backward = 0.0
+def seconds(products: Iterable[Product], tokens: Float, on: Machine, *, accumulates: bool) -> Passes:
+    """Return the time of the forwards and backwards of linear layers; columns for a column of tokens. [s]"""
+    forward: Float = 0.0
+    backward: Float = 0.0
+    takes: Callable[..., Float] = _remembered if isinstance(tokens, float) else _takes
     for one in products:
         rows, aligned = one.rows * tokens, min(_alignment(one.columns), _alignment(one.depth))
-        forward += one.times * _one(on, rows, one.columns, one.depth, aligned)
-        back = _one(on, rows, one.depth, one.columns, aligned)
+        forward = forward + one.times * takes(on, rows, one.columns, one.depth, aligned)
+        back = takes(on, rows, one.depth, one.columns, aligned)
         if not one.frozen:
-            back += _one(on, one.columns, one.depth, rows, aligned)
-            back += _ACCUMULATOR * one.columns * one.depth / on.bandwidth if accumulates else 0.0
-        backward += one.times * back
+            back = back + takes(on, one.columns, one.depth, rows, aligned)
+            back = back + (_ACCUMULATOR * one.columns * one.depth / on.bandwidth if accumulates else 0.0)
+        backward = backward + one.times * back
     return Passes(forward, backward)
 
 
-@lru_cache(maxsize=65536)
-def _one(on: Machine, rows: float, columns: float, depth: float, aligned: float) -> float:
-    """Return the time of one product; at least that of reading and writing its matrices. [s]
+def _takes(on: Machine, rows: Float, columns: float, depth: Float, aligned: float) -> Float:
+    """Return the time of one product; at least that of reading and writing its matrices. ``rows`` or ``depth`` may be a column. [s]
 
     ``aligned``: the share for the alignment of the layer's features, along which all three products read memory.
     """
-    share = product_share(on.table, on.dtype, max(rows, ROWS[0]), max(columns, COLUMNS[0]), max(depth, COLUMNS[0]))
+    large = longest(rows, 1.0 * ROWS[0]), max(columns, COLUMNS[0]), longest(depth, 1.0 * COLUMNS[0])
+    share = product_share(on.table, on.dtype, *large)
     for size, least in ((rows, ROWS[0]), (columns, COLUMNS[0]), (depth, COLUMNS[0])):
-        share *= min(1.0, size / least) ** _FEW
-    share *= aligned
+        share = share * shortest(size / least, 1.0) ** _FEW
+    share = share * aligned
     width = {"fp8": 1.0, "fp4": 0.5}.get(on.dtype, 2.0)
     moved = width * (rows * depth + columns * depth) + 2.0 * rows * columns
-    return max(2.0 * rows * columns * depth / (on.share * share * on.peak), moved / on.bandwidth)
+    return longest(2.0 * rows * columns * depth / (on.share * share * on.peak), moved / on.bandwidth)
+
+
+_remembered = lru_cache(maxsize=65536)(_takes)
 
 
 def _alignment(size: float) -> float:
@@ -166,14 +172,14 @@ def _expert(one: Parameter, layers: float, ep: int, etp: int, *, gated: bool) ->
     )  # fmt: skip
 
 
-def casts(products: Iterable[Product], tokens: float) -> tuple[float, float]:
+def casts(products: Iterable[Product], tokens: Float) -> tuple[Float, Float]:
     """Return the bytes moved to cast the operands of a forward and of a backward to one byte.
 
     Each input of a linear layer, and each gradient of its output, is read in two bytes and written twice, as it is and transposed
     for the weight's gradient (Transformer Engine 2026-08, pytorch/module/linear.py, _Linear).
     """
-    forward = sum(4.0 * tokens * one.rows * one.times * one.depth for one in products)
-    return forward, sum(4.0 * tokens * one.rows * one.times * one.columns for one in products)
+    forward = together(4.0 * tokens * one.rows * one.times * one.depth for one in products)
+    return forward, together(4.0 * tokens * one.rows * one.times * one.columns for one in products)
 
 
 def of_head(vocabulary: float, hidden: float, *, tp: int, frozen: bool = False) -> tuple[Product, ...]:

@@ -10,7 +10,8 @@ here.
 
 from typing import NamedTuple
 
-from zeroplan.spec.batch import BatchSpec
+from zeroplan.numeric import Float, longest
+from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
 from zeroplan.steptime.pointwise import Moved
 from zeroplan.steptime.products import Machine, Passes, Product, seconds
@@ -55,7 +56,7 @@ _CONVOLUTION, _CONVOLUTION_IN_TORCH = Moved(4, 6, 1, 1), Moved(8, 14, 2, 3)
 class Scan(NamedTuple):
     """The recurrences of one micro-batch on one GPU."""
 
-    tokens: float
+    tokens: Float
     sequence: float
     """Tokens of a sequence on this rank."""
     heads: float
@@ -74,7 +75,7 @@ class Scan(NamedTuple):
     """transformers' own code of the gated delta rule runs, not fla's."""
 
 
-def scan_of(model: ModelSpec, batch: BatchSpec, *, tp: int, cp: int, in_torch: bool = False) -> Scan | None:
+def scan_of(model: ModelSpec, batch: Batch, *, tp: int, cp: int, in_torch: bool = False) -> Scan | None:
     """Return the recurrences of a micro-batch; None for a model without linear attention.
 
     ``in_torch``: without the kernels of fla, mamba_ssm and causal-conv1d.
@@ -83,7 +84,7 @@ def scan_of(model: ModelSpec, batch: BatchSpec, *, tp: int, cp: int, in_torch: b
         return None
     own, mamba = model.linear, bool(model.layer_pattern) and model.family != "kimi_linear"
     layers = sum(model.letters.count(one) for one in "MHN") if mamba else model.num_hidden_layers - attention_layers(model)
-    tokens, sequence = 1.0 * batch.micro_batch_size * batch.seq_len / cp, 1.0 * batch.seq_len / cp
+    tokens, sequence = 1.0 * batch.micro_batch_size * batch.seq_len / cp, float(batch.seq_len) / cp
     rule = None if mamba else _KIMI_DELTA if model.family == "kimi_linear" else _GATED_DELTA
     chunk = own.chunk_size if mamba else CHUNK
     groups = max(1.0, own.num_key_heads / tp)
@@ -144,9 +145,9 @@ def _of_rule(scan: Scan, rule: Rule, on: Machine) -> Passes:
     moved = 2 * (4 * keys + 7 * values + 2 * keys * values / scan.chunk + scan.chunk) / on.bandwidth
     chunks = scan.layers * scan.sequence / scan.chunk
 
-    def took(each: float, latency: float, least: float) -> float:
+    def took(each: float, latency: float, least: float) -> Float:
         whole = pairs * max(work * each, least)
-        return (1 - rule.serial) * whole + max(rule.serial * whole, chunks * latency)
+        return (1 - rule.serial) * whole + longest(rule.serial * whole, chunks * latency)
 
     return Passes(
         took(rule.forward, rule.chunk_forward, moved), took(rule.backward, rule.chunk_backward, _BACKWARD_MOVED * moved)
@@ -170,4 +171,4 @@ def _of_mamba(scan: Scan, on: Machine) -> Passes:
     # Bytes: the states are written in fp32 and read again in 16 bits; x and the output; B and C; fp32 scores of every group.
     elements = 5 * state + 4 * scan.heads * scan.values + 4 * by_group * scan.keys + 4 * by_group * scan.chunk
     moved = 2.0 * scan.layers * scan.tokens * elements / on.bandwidth
-    return Passes(max(forward, moved), max(again + 2 * forward, 2 * moved))
+    return Passes(longest(forward, moved), longest(again + 2 * forward, 2 * moved))

@@ -12,12 +12,14 @@ shapes, because their times scatter.
 import zlib
 from array import array
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from math import log2
 from pathlib import Path
 from typing import NamedTuple
 
-from zeroplan.numeric import Float, Int
+from zeroplan.numeric import Float, Int, longest
+from zeroplan.numeric import log2 as log2_of
 
 SOURCE = "github.com/ai-dynamo/aiconfigurator at 095f58a5, systems/data: measured by shape"
 FILE = Path(__file__).parent / "measured" / "operators.bin"
@@ -98,7 +100,7 @@ def table_of(name: str, architecture: str) -> str:
     return _BY_NAME.get(name.partition("-")[0], _BY_ARCHITECTURE.get(architecture, _NEAREST))
 
 
-def _place(axis: tuple[float, ...], value: float) -> Place:
+def _place(axis: Sequence[float], value: float) -> Place:
     if value <= axis[0]:
         return Place(0, 0.0)
     if value >= axis[-1]:
@@ -107,23 +109,42 @@ def _place(axis: tuple[float, ...], value: float) -> Place:
     return Place(node, (value - axis[node]) / (axis[node + 1] - axis[node]))
 
 
-@lru_cache(maxsize=65536)
-def product_share(table: str, dtype: str, rows: float, columns: float, depth: float) -> float:
+_PRODUCT_AXES = (_LOG_ROWS, _LOG_COLUMNS, _LOG_COLUMNS)
+_PRODUCT_STRIDES = (len(COLUMNS) ** 2, len(COLUMNS), 1)
+
+
+def product_share(table: str, dtype: str, rows: Float, columns: float, depth: Float) -> Float:
     """Return the rate of a rows x depth times depth x columns product, as a share of the dense peak.
+
+    ``rows`` or ``depth`` may be a column.
 
     >>> round(product_share("a100-sxm-80gb", "bf16", 4096, 8192, 8192), 2)
     0.8
     """
-    first = PRODUCTS.index(table) * _OF_PRODUCTS
-    across = _place(_LOG_ROWS, log2(rows)), _place(_LOG_COLUMNS, log2(columns)), _place(_LOG_COLUMNS, log2(depth))
-    return NARROW.get((table, dtype), 1.0) * _between(first, (len(COLUMNS) ** 2, len(COLUMNS), 1), across)
+    first, narrow = PRODUCTS.index(table) * _OF_PRODUCTS, NARROW.get((table, dtype), 1.0)
+    sizes = rows, columns, depth
+    for axis, size in enumerate(sizes):
+        if not isinstance(size, (int, float)):
+            others = tuple([0.0 if at == axis else float(one) for at, one in enumerate(sizes)])
+            return narrow * _along(_PRODUCT_AXES[axis], _product_curve(first, axis, others), size)
+    across = tuple([_place(logs, log2(size)) for logs, size in zip(_PRODUCT_AXES, sizes, strict=True)])
+    return narrow * _between(first, _PRODUCT_STRIDES, across)
 
 
-@lru_cache(maxsize=65536)
-def attention_share(table: str, width: int, tokens: float, heads: float) -> float:
+@lru_cache(maxsize=8192)
+def _product_curve(first: int, axis: int, sizes: tuple[float, ...]) -> "_Curve":
+    """Return a table's shares along one axis; ``sizes``: the sizes on the others."""
+    others = [at for at in range(len(sizes)) if at != axis]
+    across = tuple([_place(_PRODUCT_AXES[at], log2(sizes[at])) for at in others])
+    strides = tuple([_PRODUCT_STRIDES[at] for at in others])
+    nodes = range(len(_PRODUCT_AXES[axis]))
+    return _curve([_weighed(first + _PRODUCT_STRIDES[axis] * node, strides, across) for node in nodes])
+
+
+def attention_share(table: str, width: int, tokens: float, heads: Float) -> Float:
     """Return the rate of causal attention's forward as a share of the dense bf16 peak, without operations that the mask hides.
 
-    ``heads``: the heads of the whole batch. Narrow heads and short sequences keep fewer tensor cores busy.
+    ``heads``: the heads of the whole batch, or a column. Narrow heads and short sequences keep fewer tensor cores busy.
 
     >>> round(attention_share("h100-sxm-80gb", 128, 8192, 32), 2)
     0.6
@@ -131,9 +152,11 @@ def attention_share(table: str, width: int, tokens: float, heads: float) -> floa
     first = len(PRODUCTS) * _OF_PRODUCTS
     wide = int(width > sum(ATTENTION_WIDTHS) / 2)
     first += ATTENTION_GPUS.index(table) * _OF_ATTENTION + wide * len(ATTENTION_TOKENS) * len(ATTENTION_HEADS)
-    across = _place(_LOG_TOKENS, log2(tokens)), _place(_LOG_HEADS, log2(heads))
-    found = _between(first, (len(ATTENTION_HEADS), 1), across)
-    return found * min(1.0, width / ATTENTION_WIDTHS[0])
+    found, place = min(1.0, width / ATTENTION_WIDTHS[0]), _place(_LOG_TOKENS, log2(tokens))
+    if isinstance(heads, (int, float)):
+        return found * _between(first, (len(ATTENTION_HEADS), 1), (place, _place(_LOG_HEADS, log2(heads))))
+    curve = _curve([_weighed(first + node, (len(ATTENTION_HEADS),), (place,)) for node in range(len(ATTENTION_HEADS))])
+    return found * _along(_LOG_HEADS, curve, heads)
 
 
 #: Rate of cuDNN's attention on an H100, relative to the table's: its forward by tokens of a sequence, its backward at any length.
@@ -149,8 +172,7 @@ def cudnn_forward(tokens: float) -> float:
     >>> cudnn_forward(16384), cudnn_forward(2**20)
     (1.04, 0.94)
     """
-    node, way = _place(_LOG_CUDNN, log2(tokens))
-    return _CUDNN[node][1] * (1.0 - way) + _CUDNN[node + 1][1] * way
+    return _read(_LOG_CUDNN, [share for _tokens, share in _CUDNN], log2(tokens))  # type: ignore[return-value]  # of a number
 
 
 #: Rate of cuDNN's backward with heads of 192 and values of 128 (latent attention), relative to heads of 128: 0.82 to 0.95 on
@@ -163,7 +185,7 @@ _B200_BACKWARD = ((16, 0.173), (32, 0.323), (64, 0.374), (128, 0.396), (256, 0.4
 _LOG_B200 = tuple(log2(size) for size, _share in _B200_BACKWARD)
 
 
-def b200_backward(tokens: float, heads: float) -> float:
+def b200_backward(tokens: float, heads: Float) -> Float:
     """Return the rate of the backward of cuDNN's attention on a B200, as a multiple of the table's forward of the B200.
 
     Sequences of fewer than 4,096 tokens, which were not measured, have the multiple of 4,096.
@@ -172,8 +194,7 @@ def b200_backward(tokens: float, heads: float) -> float:
     (1.15, 1.15, 0.93)
     """
     tokens = max(tokens, 4096.0)
-    node, way = _place(_LOG_B200, log2(heads * tokens / 1024))
-    share = _B200_BACKWARD[node][1] * (1.0 - way) + _B200_BACKWARD[node + 1][1] * way
+    share = _read(_LOG_B200, [share for _size, share in _B200_BACKWARD], log2_of(heads * tokens / 1024))
     return share / attention_share("b200-180gb", ATTENTION_WIDTHS[-1], tokens, heads)
 
 
@@ -188,13 +209,12 @@ def link_share(table: str, operation: str, ranks: int, call_bytes: Int) -> Float
     curve, least, most = _link_curve(table, operation, ranks), CALL_BYTES[0], CALL_BYTES[-1]
     if isinstance(call_bytes, int):
         size = min(max(call_bytes, least), most)
-        node, way = _place(_LOG_BYTES, log2(size))
-        share = (curve[node] * (1.0 - way) + curve[node + 1] * way) * call_bytes / size
+        share = _read(_LOG_BYTES, curve, log2(size)) * call_bytes / size
         return _beyond(curve, call_bytes) if call_bytes > most else share
     import numpy as np  # noqa: PLC0415  keeps start-up fast
 
     sizes = np.clip(call_bytes, least, most)
-    shares = np.interp(np.log2(sizes), _LOG_BYTES, curve) * call_bytes / sizes
+    shares = _read(_LOG_BYTES, curve, np.log2(sizes)) * call_bytes / sizes
     larger: Float = np.where(call_bytes > most, _beyond(curve, np.maximum(call_bytes, most)), shares)
     return larger
 
@@ -215,8 +235,46 @@ def _link_curve(table: str, operation: str, ranks: int) -> tuple[float, ...]:
     return tuple(_between(first + at, (len(CALL_BYTES),), (place,)) for at in range(len(CALL_BYTES)))
 
 
+def _read(axis: Sequence[float], curve: Sequence[float], at: Float) -> Float:
+    """Return a curve's value between its points, and beyond its ends that of the nearest."""
+    if isinstance(at, float):
+        node, way = _place(axis, at)
+        return curve[node] * (1.0 - way) + curve[node + 1] * way
+    import numpy as np  # noqa: PLC0415  keeps start-up fast
+
+    return np.interp(at, axis, curve)
+
+
+class _Curve(NamedTuple):
+    """At each node of one axis: the sum of the measured shares, each times its weight, and the sum of these weights."""
+
+    totals: tuple[float, ...]
+    weights: tuple[float, ...]
+
+
+def _curve(nodes: list[tuple[float, float]]) -> _Curve:
+    return _Curve(*zip(*nodes, strict=True))
+
+
+def _along(axis: tuple[float, ...], curve: _Curve, sizes: Float) -> Float:
+    """Return the interpolated shares of a column of sizes, from measured nodes only; 0 where none is measured."""
+    at = log2_of(sizes)
+    weights = _read(axis, curve.weights, at)
+    return _read(axis, curve.totals, at) / longest(weights, _TINY) / ONE
+
+
+#: Smaller than any weight of a measured node.
+_TINY = 1e-300
+
+
 def _between(first: int, strides: tuple[int, ...], across: tuple[Place, ...]) -> float:
     """Return the interpolated share, from the measured corners only; 0 if none is measured."""
+    total, weights = _weighed(first, strides, across)
+    return total / weights / ONE if weights else 0.0
+
+
+def _weighed(first: int, strides: tuple[int, ...], across: tuple[Place, ...]) -> tuple[float, float]:
+    """Return the sum of the measured corners' shares, each times its weight, and the sum of these weights."""
     shares, total, weights = _shares(), 0.0, 0.0
     corners = [(first, 1.0)]
     for stride, (node, share) in zip(strides, across, strict=True):
@@ -229,4 +287,4 @@ def _between(first: int, strides: tuple[int, ...], across: tuple[Place, ...]) ->
     for at, weight in corners:
         if shares[at]:
             total, weights = total + weight * shares[at], weights + weight
-    return total / weights / ONE if weights else 0.0
+    return total, weights

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 from zeroplan.engines.precisions import compute_of, widths
 from zeroplan.ledger import total_bytes
-from zeroplan.spec.batch import BatchSpec
+from zeroplan.numeric import Float, together
+from zeroplan.spec.batch import Batch, BatchSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import RecipeSpec, StepKernels
 from zeroplan.steptime import pointwise
@@ -26,9 +27,9 @@ _SAVED_FORWARD, _SAVED_BACKWARD = 2.0, 3.0
 class Core(NamedTuple):
     """Attention between queries and keys, of all layers on a rank."""
 
-    flops: float = 0.0
+    flops: Float = 0.0
     """Scores and their product with the values, without the part that a causal kernel skips. [FLOPs]"""
-    heads: float = 1.0
+    heads: Float = 1.0
     """Heads of the whole micro-batch."""
     width: int = 128
     """Width of one head."""
@@ -39,9 +40,9 @@ class Core(NamedTuple):
 
 
 class Work(NamedTuple):
-    """The work of one micro-batch's forward and backward on one GPU."""
+    """The work of one micro-batch's forward and backward on one GPU; columns for several sizes of micro-batch."""
 
-    tokens: float
+    tokens: Float
     products: tuple[Product, ...]
     """Linear layers of the blocks."""
     head: tuple[Product, ...]
@@ -50,9 +51,9 @@ class Work(NamedTuple):
     """Traffic of the blocks' operators, except products and attention."""
     ends_moved: Moved
     """Traffic of the embedding, the last norm and the loss."""
-    other_flops: float = 0.0
+    other_flops: Float = 0.0
     """Operations in the blocks that are no linear layers: linear attention, a traced module. [FLOPs]"""
-    other_head_flops: float = 0.0
+    other_head_flops: Float = 0.0
     scan: Scan | None = None
     """The recurrences behind ``other_flops``; without it the operations' shapes are not known."""
     layers: float = 0.0
@@ -61,7 +62,7 @@ class Work(NamedTuple):
     again: tuple[Product, ...] = ()
     """Products of the modules in Megatron's ``--recompute-modules``; ``again_moved``: their other operators' traffic."""
     again_moved: Moved = Moved()
-    wide_flops: float = 0.0
+    wide_flops: Float = 0.0
     """Operations in fp32 in the blocks' forward that have no backward: the scores of sparse attention's indexer. [FLOPs]"""
 
     @property
@@ -75,22 +76,22 @@ class Work(NamedTuple):
         return sum(one.columns * one.depth * one.times for one in (*self.products, *self.head) if not one.frozen)
 
     @property
-    def blocks_flops(self) -> float:
+    def blocks_flops(self) -> Float:
         """The blocks' matrix products in the forward. [FLOPs]"""
         return self.tokens * sum(one.flops for one in self.products) + self.other_flops
 
     @property
-    def head_flops(self) -> float:
+    def head_flops(self) -> Float:
         """The product that computes the logits, in the forward. [FLOPs]"""
         return self.tokens * sum(one.flops for one in self.head) + self.other_head_flops
 
     @property
-    def flops(self) -> float:
+    def flops(self) -> Float:
         """All operations of the forward. [FLOPs]"""
         return self.blocks_flops + self.head_flops + self.core.flops
 
     @property
-    def model_flops(self) -> float:
+    def model_flops(self) -> Float:
         """Operations of forward and backward that the model asks for: a frozen weight gets no gradient. [FLOPs]"""
         frozen = sum(one.flops for one in (*self.products, *self.head) if one.frozen)
         return 3.0 * self.flops - self.tokens * frozen
@@ -109,10 +110,10 @@ class Ranks(NamedTuple):
 
 
 def work(
-    model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, kernels: StepKernels = "eager", *, tp: int = 1, cp: int = 1,
+    model: ModelSpec, recipe: RecipeSpec, batch: Batch, kernels: StepKernels = "eager", *, tp: int = 1, cp: int = 1,
     expert_ranks: int = 1,
 ) -> Work:  # fmt: skip
-    """Return the work of one micro-batch on one of ``tp`` x ``cp`` ranks that split it.
+    """Return the work of one micro-batch on one of ``tp`` x ``cp`` ranks that split it; columns if its size is a column.
 
     Tokens choose experts evenly. Leaves out sliding windows, which only some kernels skip; and dequantising weights in four bits.
     """
@@ -134,7 +135,7 @@ def work(
         one = one.and_of(pointwise.of_adapters(model, run.parameters, tokens, autocast=_autocasts_adapters(model, recipe)))
         products, moved = products + linear, moved.and_of(Moved(*(run.layers * each for each in one)))
     scan = scan_of(model, batch, tp=tp, cp=cp, in_torch=recipe.linear_attention == "torch")
-    scores, picking = _picking(whole, model, tokens, 1.0 * batch.seq_len)
+    scores, picking = _picking(whole, model, tokens, float(batch.seq_len))
     moved = moved.and_of(picking) if scan is None else moved.and_of(picking).and_of(moving(scan))
     head = of_head(model.vocab_size, model.hidden_size, tp=tp, frozen=model.adapter is not None and is_frozen(model, "head"))
     fused_loss = ("cross-entropy",) if recipe.loss == "fused" else ()
@@ -158,9 +159,9 @@ def multiplying(products: tuple[Product, ...]) -> Moved:
     return Moved(0.0, 0.0, core + len(products), core + sum(2.0 - one.frozen for one in products))
 
 
-def core_of(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec, ranks: Ranks, layers: float) -> Core:
+def core_of(model: ModelSpec, recipe: RecipeSpec, batch: Batch, ranks: Ranks, layers: float) -> Core:
     """Return the attention of ``layers`` layers on one rank."""
-    eager, seq_len = recipe.writes_out_attention(grouped=model.has_grouped_heads), 1.0 * batch.seq_len
+    eager, seq_len = recipe.writes_out_attention(grouped=model.has_grouped_heads), float(batch.seq_len)
     tokens = batch.micro_batch_size * seq_len / ranks.cp
     masked = model.mla is not None and model.mla.index_n_heads > 0  # a mask of its own, of which no kernel skips a part
     keys = seq_len if eager or masked else (seq_len + 1) / 2.0
@@ -186,7 +187,7 @@ _SCORES_APART = Moved(34, 40, 7, 8)
 _INDEX_SCORES, _INDEX_SUMS = Moved(24, 0, 4, 0), Moved(36, 0, 12, 0)
 
 
-def _picking(whole: Layout, model: ModelSpec, tokens: float, keys: float) -> tuple[float, Moved]:
+def _picking(whole: Layout, model: ModelSpec, tokens: Float, keys: float) -> tuple[Float, Moved]:
     """Return the operations and traffic of the indexers of sparse attention, which score all pairs of tokens."""
     if model.mla is None or not model.mla.index_n_heads:
         return 0.0, Moved()
@@ -234,7 +235,7 @@ def copies_of(recipe: RecipeSpec) -> Copies:
     return Copies()
 
 
-def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> Work:
+def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: Batch) -> Work:
     """Return the work of a traced module, from its counted operations and its saved tensors."""
     from zeroplan.transformer.profiled import profile_of, profiled_operations, without_recompute  # noqa: PLC0415  keeps start-up fast
 
@@ -242,15 +243,15 @@ def _profiled(model: ModelSpec, recipe: RecipeSpec, batch: BatchSpec) -> Work:
     done, plain = profiled_operations(profile, compute, batch), without_recompute(profile, compute)
     blocks = [(run.layers, block_pass(model, run.kind, plain, batch)) for run in whole.runs]
     ends = head_pass(model, compute, batch, loss=recipe.loss)
-    saved = sum(
-        layers * float(total_bytes(one.saved if plain.recompute == "none" else (*one.checkpoint, *one.selective)))
+    saved = together(
+        1.0 * layers * total_bytes(one.saved if plain.recompute == "none" else (*one.checkpoint, *one.selective))
         for layers, one in blocks
     )
-    outside = float(total_bytes((*ends.saved, *ends.loss_forward)))
+    outside = 1.0 * total_bytes((*ends.saved, *ends.loss_forward))
     return Work(
-        1.0 * batch.micro_batch_size * batch.seq_len, (), (), Core(float(done.attention), 64.0, 128, 1.0 * batch.seq_len),
+        1.0 * batch.micro_batch_size * batch.seq_len, (), (), Core(1.0 * done.attention, 64.0, 128, float(batch.seq_len)),
         Moved(_SAVED_FORWARD * saved, _SAVED_BACKWARD * saved), Moved(_SAVED_FORWARD * outside, _SAVED_BACKWARD * outside),
-        other_flops=float(done.blocks), other_head_flops=float(done.outside),
+        other_flops=1.0 * done.blocks, other_head_flops=1.0 * done.outside,
     )  # fmt: skip
 
 

@@ -99,8 +99,8 @@ class BackwardPoint(NamedTuple):
     a weight gradient is made in the compute dtype and then cast to fp32. The first, short-lived tensor is a line, the second
     counts in ``gradients``. ``place``: its position in the model; ``name`` is for readers only. ``handed_on``, only in the
     chunked loss: the live tensors when the gradient reaches its weight, after the operator's inputs are freed. ``before``: the
-    live tensors before the operator allocates anything, at places where an engine gathers its module: frozen linear layers, and
-    the weighting of experts.
+    live tensors before the operator allocates anything, at places where an engine gathers its module: frozen linear layers, the
+    weighting of experts, the head and the final norm.
     """
 
     name: str

@@ -58,12 +58,14 @@ def _decays_of_a_layer(linear: LinearSpec) -> int:
 
 
 @lru_cache(maxsize=256)
-def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
+def buffer_bytes(model: ModelSpec, element_bytes: int, *, wide_routers: bool = False) -> int:
     """Return the size of all buffers of ``model`` with elements of ``element_bytes``. [bytes]
 
     They are the frequencies of the rotary embedding, twice, for each kind of layer that has its own (Gemma 3, OLMo 3); Gemma's
     scale of the embedding; single numbers of each layer; MiniMax's decays; DeepSeek's bias of each router, in some families in
-    fp32. A profile lists its module's buffers. Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
+    fp32, in more with ``wide_routers`` (transformers 5.24). A profile lists its module's buffers.
+
+    Source: transformers 5.23, ``models/<family>/modeling_<family>.py``.
 
     >>> buffer_bytes(ModelSpec(family="llama", hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
     ...     num_key_value_heads=1, head_dim=4, vocab_size=10), 2)  # 2 · 2 frequencies in fp32
@@ -75,7 +77,8 @@ def buffer_bytes(model: ModelSpec, element_bytes: int) -> int:
         return profile_of(model).buffer_bytes
     scale = element_bytes * (1 + (model.per_layer is not None)) if model.traits.embedding_scale else 0
     scale += element_bytes * model.num_hidden_layers * _NUMBERS_OF_LAYERS.get(model.family, 0)
-    of_bias = _FP32 if model.traits.router_bias == "fp32" else element_bytes
+    wide = model.traits.router_bias == "fp32" or (wide_routers and model.traits.wide_router != "no")
+    of_bias = _FP32 if wide else element_bytes
     scale += element_bytes * _falcon_scales(model)
     if model.family == "minimax" and model.linear is not None:
         scale += element_bytes * model.letters.count("M") * _decays_of_a_layer(model.linear)
@@ -86,7 +89,7 @@ def _frequencies(model: ModelSpec) -> int:
     if definition_of(model.family).tables_of(model) is None:
         return 0
     width = model.head_dim if model.mla is None else model.mla.qk_rope_head_dim
-    rotated = model.traits.turned_width or width // model.traits.turned
+    rotated = model.traits.rotary_width or width // model.traits.rotary_divisor
     if model.global_head_dim:
         return _FREQUENCIES_TWICE * (ceil_div(rotated, 2) + ceil_div(model.global_head_dim, 2))
     tables = (

@@ -46,6 +46,10 @@ _PACKED = Held(
 _PADDED = Held(
     b * s * s, "attention mask with padding, booleans for each sequence", "transformers 5.23, masking_utils.py, sdpa_mask"
 )
+_PADDED_KINDS = Held(
+    2 * b * s * s, "attention masks with padding, local and global, booleans for each sequence",
+    "transformers 5.23, masking_utils.py, sdpa_mask",
+)  # fmt: skip
 _IMAGES = Held(
     2 * b * s * s,
     "masks of text and images, local and global, booleans for each sequence",
@@ -264,7 +268,14 @@ def _mask_of_all_layers(question: _Question) -> Held | None:
         return _PACKED
     if masks_images(question.model):
         return _IMAGES
-    return _PADDED if question.compute.padded else None
+    if not question.compute.padded:
+        return None
+    return _PADDED_KINDS if _masks_built(question) > 1 else _PADDED
+
+
+def _masks_built(question: _Question) -> int:
+    """Return how many masks the model's forward builds if each layer needs one, whichever kinds of layers the model has."""
+    return question.around.masks if question.model.sliding_window is not None else 1
 
 
 def _masks(question: _Question) -> tuple[Line, ...]:
@@ -272,8 +283,7 @@ def _masks(question: _Question) -> tuple[Line, ...]:
     if question.x.attention == "flash":
         return ()
     if question.x.attention == "eager":
-        masks = question.around.masks if question.model.sliding_window is not None else 1
-        return (_EAGER[masks].line(TEMPORARY, question.values),)
+        return (_EAGER[_masks_built(question)].line(TEMPORARY, question.values),)
     of_all = _mask_of_all_layers(question)
     if of_all is not None:
         return (of_all.line(TEMPORARY, question.values),)

@@ -40,7 +40,12 @@ def split_layout(model: ModelSpec, ranks: int) -> Layout:
 
 
 def _in_block(one: Parameter, ranks: int) -> Parameter:
-    """Return a rank's share. Both matrices of an adapter are split like the weight beside them (AutoModel, parallel_styles.py)."""
+    """Return a rank's share. Both matrices of an adapter are split like the weight beside them (AutoModel, parallel_styles.py).
+
+    Weights of all experts of a layer have three dimensions; tensor-parallel ranks do not split them.
+    """
+    if len(one.shape) > 2:
+        return one
     module = next((part for part in one.name.split(".") if part in (*_BY_ROWS, *_BY_COLUMNS)), "")
     if module in _BY_ROWS:
         return _by_rows(one, ranks)

@@ -1,4 +1,4 @@
-"""What a run measures because it is installed: torch's release of FSDP2, and the kernels of linear attention."""
+"""What a run measures because it is installed: torch's FSDP2, transformers' release, and the kernels of linear attention."""
 
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -9,6 +9,7 @@ from zeroplan.errors import MeasurementError
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.linear_kernels import runs_by_kernels
 from zeroplan.spec.recipe import LinearAttention
+from zeroplan.spec.releases import NOW, release_of, within
 
 _CHANGED = (2, 15)
 """The first torch release whose ``fully_shard`` holds memory differently."""
@@ -26,12 +27,28 @@ def with_installed_kernels(job: JobSpec) -> JobSpec:
     return replace(job, recipe=replace(job.recipe, linear_attention=runs))
 
 
+def with_installed_transformers(job: JobSpec) -> JobSpec:
+    """The job with the installed release of transformers, if the job names none and that release holds other tensors."""
+    here = installed_transformers()
+    if job.recipe.transformers is not None or here is None or not within(here) or release_of(here) == NOW:
+        return job
+    return replace(job, recipe=replace(job.recipe, transformers=here))
+
+
+def installed_transformers() -> str | None:
+    """The installed release of transformers, such as ``5.23``; None without it."""
+    try:
+        return ".".join(version("transformers").split(".")[:2])
+    except PackageNotFoundError:
+        return None
+
+
 def as_installed(job: JobSpec) -> JobSpec:
-    """The job with the installed torch's FSDP2, and the installed kernels of linear attention.
+    """The job with the installed torch's FSDP2, the installed transformers, and the installed kernels of linear attention.
 
     Raises MeasurementError if the job names another release.
     """
-    job, here = with_installed_kernels(job), installed()
+    job, here = with_installed_transformers(with_installed_kernels(job)), installed()
     if job.recipe.engine != "fsdp2" or here is None:
         return job
     options = job.recipe.fsdp2

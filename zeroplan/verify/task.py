@@ -1,6 +1,5 @@
 """The message that tells a measuring process which rank of which job to run."""
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Literal
 
 from zeroplan.engines.megatron.chunks import stages_of
@@ -10,7 +9,8 @@ from zeroplan.spec.base import Count, CountOrZero, Range, Spec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.pipeline import Stage
 from zeroplan.spec.recipe import OF_LIGER, ROUNDING
-from zeroplan.spec.releases import release_of
+from zeroplan.spec.releases import release_of, within
+from zeroplan.verify.release import installed_transformers
 
 Transport = Literal["gloo", "nccl", "fake"]
 """The process group: gloo, NCCL, or torch's fake one, in which a single process plays one rank."""
@@ -60,8 +60,8 @@ def refuse_unrunnable(job: JobSpec) -> None:
     for what, name in _not_run(job):
         if what:
             raise SpecError(f"{name} is estimated from its source and cannot be run here; leave it out")
-    wanted, here = job.recipe.transformers, _installed_transformers()
-    if wanted is not None and here is not None and release_of(wanted) != release_of(here):
+    wanted, here = job.recipe.transformers, installed_transformers()
+    if wanted is not None and here is not None and not (within(here) and release_of(wanted) == release_of(here)):
         raise SpecError(f"transformers={wanted!r} cannot run here: {here} is installed; install that release, or leave it out")
 
 
@@ -124,10 +124,3 @@ def _not_run(job: JobSpec) -> tuple[tuple[object, str], ...]:
         (adapter is not None and adapter.runs, "lora_runs"),
         (adapter is not None and adapter.bitsandbytes, "bitsandbytes"),
     )
-
-
-def _installed_transformers() -> str | None:
-    try:
-        return ".".join(version("transformers").split(".")[:2])
-    except PackageNotFoundError:
-        return None

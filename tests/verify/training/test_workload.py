@@ -12,9 +12,11 @@ from tests.transformer.tiny_configs import TINY, tiny_config
 from zeroplan.catalog.config import model_from_config
 from zeroplan.catalog.model import model
 from zeroplan.errors import MeasurementError, SpecError
+from zeroplan.spec.adapter import AdapterSpec
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.model import ModelSpec
+from zeroplan.spec.recipe import DdpOptions, RecipeSpec
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -61,6 +63,27 @@ def test_a_shape_with_unplaced_parameters_is_refused():
 
     with pytest.raises(MeasurementError, match="name a model"):
         config(replace(model("gpt2"), unplaced_parameters=3))
+
+
+@pytest.mark.parametrize("recipe", [
+    RecipeSpec(engine="ddp", zero_stage=0, ddp=DdpOptions(compiled=True)),
+    RecipeSpec(engine="fsdp2", offload_activations=True, inputs_in_flight=5),
+], ids=["compiled", "streams of copies"])  # fmt: skip
+def test_options_that_a_run_would_ignore_are_refused(recipe: RecipeSpec):
+    from zeroplan.verify.training.workload import workload
+
+    job = JobSpec(model=model_from_config(tiny_config("llama")), recipe=recipe)
+    with pytest.raises(MeasurementError, match=r"leave (ddp\.compiled|inputs_in_flight) out"):
+        workload(job, dtype=torch.float32)
+
+
+def test_adapters_of_automodel_are_refused():
+    from zeroplan.verify.training.workload import workload
+
+    adapter = AdapterSpec(rank=4, targets="attention", automodel=True)
+    spec = replace(model_from_config(tiny_config("llama")), adapter=adapter)
+    with pytest.raises(MeasurementError, match="none of NeMo AutoModel's"):
+        workload(JobSpec(model=spec), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("where", "says"), [

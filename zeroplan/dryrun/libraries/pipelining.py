@@ -12,25 +12,25 @@ from typing import Any, NoReturn
 import torch
 
 from zeroplan.dryrun.loop import Loop
-from zeroplan.dryrun.mail import Mail
-from zeroplan.dryrun.parcels import pass_over
 from zeroplan.dryrun.patches import Patch
+from zeroplan.dryrun.rank_messages import RankMessages
+from zeroplan.dryrun.sent_objects import pass_over
 from zeroplan.errors import SpecError
 from zeroplan.verify.replaced import put
 
 Answer = Callable[[Any, int], object]
 
 
-def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
+def patches(messages: RankMessages, loop: Loop) -> dict[str, Patch]:
     """The patches for torch's pipelining; other stages may run in other processes."""
 
     def patch(module: ModuleType) -> None:
         _tell_backward(loop, module._PipelineStageBase)
         stage_class: Any = module.PipelineStage
         if hasattr(stage_class, "_recv_meta"):
-            put(stage_class, _recv_meta=_received(mail, module))
+            put(stage_class, _recv_meta=_received(messages, module))
         if hasattr(stage_class, "_warmup_backward_result"):
-            put(stage_class, **_agreed(mail, stage_class))
+            put(stage_class, **_agreed(messages, stage_class))
 
     return {
         "torch.distributed.pipelining.stage": patch,
@@ -38,14 +38,14 @@ def patches(mail: Mail, loop: Loop) -> dict[str, Patch]:
     }
 
 
-def _received(mail: Mail, module: Any) -> Answer:  # noqa: ANN401
+def _received(messages: RankMessages, module: Any) -> Answer:  # noqa: ANN401
     """Replace the next stage's report of gradient shapes by this stage's output shapes, if it runs alone."""
     ask: Answer = module.PipelineStage._recv_meta
 
     def received(stage: Any, source: int) -> object:  # noqa: ANN401  torch's own, without types
-        if source < stage.stage_index or mail.companions:
+        if source < stage.stage_index or messages.companions:
             return ask(stage, source)
-        pass_over(mail, stage._resolve_peer_global_rank(source), stage.group)
+        pass_over(messages, stage._resolve_peer_global_rank(source), stage.group)
         return _own_shapes(module, stage)
 
     return received
@@ -73,20 +73,20 @@ def _tell_backward(loop: Loop, stage_class: Any) -> None:  # noqa: ANN401
     put(stage_class, **{name: loop.in_backward(getattr(stage_class, name)) for name in names})
 
 
-def _agreed(mail: Mail, stage_class: Any) -> dict[str, object]:  # noqa: ANN401
+def _agreed(messages: RankMessages, stage_class: Any) -> dict[str, object]:  # noqa: ANN401
     """Return this stage's own vote as the result if it runs alone (``_warmup_forward_vote``)."""
     vote, ask = stage_class._warmup_forward_vote, stage_class._warmup_backward_result
 
     def voted(stage: Any, *args: object, **given: object) -> object:  # noqa: ANN401
         found = vote(stage, *args, **given)
-        if not mail.companions:
+        if not messages.companions:
             stage.voted = int(found.item())
         return found
 
     def result(stage: Any, *args: object, **given: object) -> object:  # noqa: ANN401
         found = ask(stage, *args, **given)
         is_here = stage.is_last or stage._is_same_rank(stage.stage_index + 1)
-        return found if is_here or mail.companions else torch.tensor([stage.voted], dtype=torch.int32, device=stage.device)
+        return found if is_here or messages.companions else torch.tensor([stage.voted], dtype=torch.int32, device=stage.device)
 
     return {"_warmup_forward_vote": voted, "_warmup_backward_result": result}
 

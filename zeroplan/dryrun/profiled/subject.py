@@ -192,11 +192,11 @@ def _key(name: Name) -> str:
 class _Checkpoint(NamedTuple):
     """One place where the script recomputes, which can be turned off and on."""
 
-    turned: Callable[[bool], None]
+    switch: Callable[[bool], None]
 
     def turn(self, *, on: bool) -> None:
         """Turn recomputation here on or off."""
-        self.turned(on)
+        self.switch(on)
 
 
 def _checkpoints(model: nn.Module) -> Iterator[_Checkpoint]:

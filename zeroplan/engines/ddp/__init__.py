@@ -43,6 +43,7 @@ from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import LOMO, Optimizer, OptimizerImpl, RecipeSpec
+from zeroplan.spec.releases import release_of
 from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.buffers import buffer_bytes, held_buffers, tables_in_layers
 from zeroplan.transformer.params import has_frozen, layout, parameter_count, trained_count, trained_layout
@@ -319,8 +320,8 @@ def buffers_sent(model: ModelSpec, recipe: RecipeSpec, calls: Int, ranks: Int) -
 
     Beside adapters they have the dtype of the frozen weights.
     """
-    width = widths(recipe.precision)
-    n_bytes = buffer_bytes(model, width.stored if model.adapter is None else width.compute)
+    width, wide = widths(recipe.precision), release_of(recipe.transformers).wide_routers
+    n_bytes = buffer_bytes(model, width.stored if model.adapter is None else width.compute, wide_routers=wide)
     if not n_bytes:
         return ()
     share = ceil_div(n_bytes, ranks) * (ranks - 1)

@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 from zeroplan.engines import shampoo
-from zeroplan.engines.ddp.zero_redundancy import dealt_out
+from zeroplan.engines.ddp.zero_redundancy import balanced
 from zeroplan.engines.formulas import sized
 from zeroplan.ledger import Collective, Kind, Line, Phase
 from zeroplan.numeric import Int, for_each_value, round_up, where
@@ -65,7 +65,7 @@ def assigned(shapes: tuple[shampoo.Shape, ...], longest: int, ranks: int) -> tup
     (((5, 8),), ((4, 8), (8,)))
     """
     blocks = [block for shape in shapes for block in shampoo.blocks_of(shape, longest)]
-    return tuple(tuple(blocks[at] for at in sorted(each)) for each in dealt_out(list(map(_sent, blocks)), ranks))
+    return tuple(tuple(blocks[at] for at in sorted(each)) for each in balanced(list(map(_sent, blocks)), ranks))
 
 
 def buffer_bytes(shapes: tuple[shampoo.Shape, ...], longest: int, ranks: int) -> int:

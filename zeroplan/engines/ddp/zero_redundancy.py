@@ -41,11 +41,11 @@ def partition(tensors: tuple[LocalTensor, ...], ranks: int) -> list[list[LocalTe
     >>> [tensor.numel for tensor in first], [tensor.numel for tensor in second]
     ([4], [3, 2])
     """
-    shares = dealt_out([int(tensor.numel) for tensor in tensors], min(ranks, len(tensors)))
+    shares = balanced([int(tensor.numel) for tensor in tensors], min(ranks, len(tensors)))
     return [[tensors[at] for at in share] for share in shares]
 
 
-def dealt_out(sizes: Sequence[int], ranks: int) -> list[list[int]]:
+def balanced(sizes: Sequence[int], ranks: int) -> list[list[int]]:
     """Return the indices that each rank gets: the largest first, always for the rank with the least, the first among equals."""
     loads, shares = [(0, rank) for rank in range(ranks)], list[list[int]]([] for _ in range(ranks))
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):

@@ -95,9 +95,11 @@ def _flush(inside: list[Placed], size: int, arriving: int, block: int, made: int
 def waiting_elements(buckets: Schedule, block: int, made: int) -> tuple[int, int]:
     """Return the elements that wait outside the bucket when a block's latest gradient exists, and when the one before did.
 
-    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`arrivals_of`).
+    A gradient waits if it is too large for the bucket, or if its module is not done (:func:`arrivals_of`). The last one of the
+    block above waits for this block's first.
     """
-    waits, so_far = [0, 0], 0
+    above = in_backward(buckets.whole).get(block + 1, ())
+    waits, so_far = [0, _waiting_after(buckets, above[-1]) if above else 0], 0
     for each in in_backward(buckets.whole).get(block, ()):
         if so_far < made:
             so_far += numel(each)

@@ -107,6 +107,10 @@ class Coordinator:
         self.read: set[int] = set()
         self.most_read, self.read_twice = 0, False
         self.starts = (*whole.starts, whole.n_elements)
+        self.bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
+        """Elements that it gathers ahead at most."""
+        self.room: list[int] = []
+        """The live parameters that it could still gather at each prefetch; equal blocks are compared by it. [elements]"""
         self.queue = deque(fixed.queue)
         self.fetched_for: dict[int, int] = {}
         self.available: set[int] = set()
@@ -114,7 +118,7 @@ class Coordinator:
         self.counted = 0
         self.in_graph: set[int] = set()
         """Parameters whose gathered tensors the graph holds."""
-        self.turned = False
+        self.in_backward = False
         """The backward has begun."""
         self.sent = {FORWARD: Sent(), BACKWARD: Sent()}
         ways = self.options.zero_hpz_partition_size
@@ -126,13 +130,13 @@ class Coordinator:
     def begin(self, at: int) -> None:
         """Begin a module: gather its parameters and prefetch the next ones."""
         step, memory = self.steps[at], self.memory
-        self.turned = self.turned or step.direction == BACKWARD
+        self.in_backward = self.in_backward or step.direction == BACKWARD
         memory.stream = self.stream
         if step.parameters:
             self._fetch(at, step.parameters)
         self._prefetch()
         memory.stream = 0
-        self.in_graph.update(() if self.turned else step.in_graph)  # a recomputed block's graph is freed with it
+        self.in_graph.update(() if self.in_backward else step.in_graph)  # a recomputed block's graph is freed with it
 
     def free(self, at: int, freed: Freed) -> None:
         """End a module that began at a step: release parameters that are not needed soon."""
@@ -177,7 +181,7 @@ class Coordinator:
             self.read -= self.persistent  # persistent parameters are never released, so their buffers are free
         self.in_flight.update(dict.fromkeys(indices, handle))
         self.counted += sum(self.numel[index] for index in indices)
-        sent = self.sent[BACKWARD if self.turned else FORWARD]
+        sent = self.sent[BACKWARD if self.in_backward else FORWARD]
         for index in indices:
             sent.counted[self.numel[index]] += 1
         sent.calls += len(indices) if sequential else 1
@@ -280,8 +284,9 @@ class Coordinator:
     def _prefetch(self) -> None:
         if self.recording:
             return
-        bucket = 1 if self.options.stage3_allgather_sequential else self.options.stage3_prefetch_bucket_size
-        limit = min(self.options.stage3_max_live_parameters - self.counted, bucket)
+        bucket, room = self.bucket, self.options.stage3_max_live_parameters - self.counted
+        self.room.append(room)
+        limit = min(room, bucket)
         chosen: list[int] = []
         numel = 0
         while bucket and self.queue and numel < limit:

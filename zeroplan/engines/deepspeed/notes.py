@@ -56,6 +56,8 @@ class Gathered:
         """Held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
         self.backward: tuple[tuple[Note, ...], ...] = ()
         """Notes of each block, in the order of its gradients."""
+        self.again: tuple[tuple[tuple[str, int], ...], ...] = ()
+        """For each block, the most while each module of its recomputation is gathered, by the module's name; "" before them."""
         self.modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
         """Notes of each block with frozen weights, by module name; and of its recomputation."""
         self.head_notes: tuple[Note, ...] = ()
@@ -112,6 +114,7 @@ class Gathered:
                 self.embedding = max(self.embedding, note.gathering)
                 self.below += [note] if step.parameters else []
         self._after_blocks(after_blocks)
+        self.again = tuple(map(_gathered_again, blocks))
         if all(self.whole.trained):
             self.backward = tuple(map(per_gradient, blocks))
         else:
@@ -129,6 +132,19 @@ class Gathered:
     def _idle(self, step: Step) -> bool:
         """Whether a module has parameters and makes no gradients."""
         return bool(step.parameters) and not any(self.whole.trained[index] for index in step.parameters)
+
+
+def _gathered_again(notes: list[Noted]) -> tuple[tuple[str, int], ...]:
+    """Return the most while each module of a block's recomputation is gathered; first what is gathered before it."""
+    before, again = 0, list[tuple[str, int]]()
+    for step, note in notes:
+        if note.made:
+            break
+        if step.direction == FORWARD:
+            again.append((step.name, note.gathering))
+        elif not again:
+            before = max(before, note.gathering)
+    return (("", before), *again)
 
 
 def _at_head(counts: list[int]) -> tuple[int, int, int]:
@@ -259,7 +275,7 @@ def more_than(early: Gathered, later: Gathered, *, of_blocks_in_forward: bool = 
 
 _COUNTED = (
     "first", "forward", "before_experts", "norm_forward", "head_gathering", "head_forward", "loss", "head",
-    "head_runs", "past_head", "head_notes", "backward", "modules", "below", "embedding", "end",
+    "head_runs", "past_head", "head_notes", "again", "backward", "modules", "below", "embedding", "end",
 )  # fmt: skip
 """The attributes of :class:`Gathered` that count gathered elements."""
 
@@ -313,10 +329,10 @@ class _Replay(Coordinator):
             later=later, last_forward=last_forward,
         )  # fmt: skip
         self.whole, ways, self.recomputed = one.whole, one.options.zero_hpz_partition_size, one.recomputed
-        self.repeats = decided is None and ways == 1 and not (one.on_nvme or one.sharing.width)
+        self.repeats = not (one.on_nvme or one.sharing.width)
         """Whether its state can repeat from block to block."""
         for index, numel in enumerate(self.numel if later and ways > 1 else ()):  # the first micro-batch has left them
-            n_bytes = 0 if index in self.persistent else self.element * ceil_div(numel, ways)
+            n_bytes = 0 if index in self.resident else self.element * ceil_div(numel, ways)
             self.memory.request(SECOND, n_bytes, Kind.GATHER, "second partition of a parameter")
 
     @property
@@ -326,9 +342,16 @@ class _Replay(Coordinator):
 
     def decide(self) -> None:
         """Run all steps and record only where parameters are released."""
-        for at, step in enumerate(self.steps):
+        strider, at = self._strider(), 0
+        while at < len(self.steps):
+            times, _ = strider.skip(at)
+            at += times * strider.n_steps(at) if times else 0
             self.begin(at)
-            self.release(at, step)
+            self.release(at, self.steps[at])
+            at += 1
+
+    def _strider(self) -> Strider:
+        return Strider(self, self.memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
 
     def release(self, at: int, step: Step) -> None:
         """End the modules whose end a hook sees before the next module starts."""
@@ -337,13 +360,15 @@ class _Replay(Coordinator):
 
     def run(self) -> Gathered:
         """Run all steps and return the gathered elements."""
-        found, backward = Gathered(self.whole), list[Noted]()
-        for step, (gathering, during, saved, after) in zip(self.steps, self._seen(), strict=True):
+        found, backward, since = Gathered(self.whole), list[Noted](), 0
+        for step, (gathering, during, saved, releasing, after) in zip(self.steps, self._seen(), strict=True):
             if step.direction == BACKWARD or backward:
-                backward.append((step, Note(step.made, gathering, during, after, during - saved)))
+                most = max(gathering, since) if backward else gathering
+                backward.append((step, Note(step.made, most, during, after, during - saved)))
             else:
-                found.in_forward(step, gathering, during)
+                found.in_forward(step, max(gathering, since), max(during, releasing))
                 found.loss = after
+            since = releasing
         if backward:
             found.in_backward(backward)
         else:
@@ -353,21 +378,32 @@ class _Replay(Coordinator):
         found.persistent_sent = tuple(sorted(Counter(self.numel[index] for index in self.persistent).items()))
         return found
 
-    def _seen(self) -> list[tuple[int, int, int, int]]:
-        """Return for every step the gathered elements: the most while it gathers, while it runs, saved of its own, and after it."""
-        memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int]]()
-        strider = Strider(self, memory, parts_of(self.whole, self.steps, self.recomputed) if self.repeats else ())
+    def _seen(self) -> list[tuple[int, int, int, int, int]]:
+        """Return for every step the gathered elements.
+
+        They are the most while it gathers, those while it runs and saved of its own, the most while its release makes second
+        partitions (hpZ), which it does before it frees a parameter, and those that are left.
+        """
+        memory, element, seen = self.memory, self.element, list[tuple[int, int, int, int, int]]()
+        strider = self._strider()
         while len(seen) < len(self.steps):
             times, more = strider.skip(len(seen))
             if times > 0:
                 part, more = seen[-strider.n_steps(len(seen)) :], more // element
-                seen += [(g + n * more, d + n * more, s, a + n * more) for n in range(1, times + 1) for g, d, s, a in part]
+                seen += [
+                    (g + n * more, d + n * more, s, r + n * more if r else 0, a + n * more)
+                    for n in range(1, times + 1)
+                    for g, d, s, r, a in part
+                ]
             at = len(seen)
             step = self.steps[at]
             memory.most = memory.n_bytes
             self.begin(at)
             gathering, during = memory.most // element, self.elements
-            saved = sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.turned else 0
+            saved = (
+                sum([memory.alive.get(saved_key(index), 0) for index in step.parameters]) // element if self.in_backward else 0
+            )
+            memory.most = 0  # only a request sets it
             self.release(at, step)
-            seen.append((gathering, during, saved, self.elements))
+            seen.append((gathering, during, saved, memory.most // element, self.elements))
         return seen

@@ -107,13 +107,13 @@ class _Module(NamedTuple):
     leaf: bool = False
     viewed: tuple[int, ...] = ()
     """Its parameters whose views operators save."""
-    borrows: bool = False
+    reads_an_inner_module: bool = False
     """It reads the parameters of a module inside it, so they are gathered and released with it.
 
     A wrapper of peft's reads the dtype of its ``lora_A``. Source: DeepSpeed 0.19.8, ``parameter_offload.py``,
     ``ZeROOrderedDict``.
     """
-    lent: bool = False
+    read_from_outside: bool = False
     """Another module reads its parameters, and releases them."""
     in_graph: tuple[int, ...] = ()
     """As :class:`Step` has them."""
@@ -136,8 +136,8 @@ def trace(whole: Row, *, recomputed: int, linears_of_torch: bool = False) -> tup
     root = _Module("", inside=(0, every))
     model = _Module("", inside=(0, every - _of_head(whole)))
     if whole.model.family in _MODEL_READS_EMBEDDING:
-        model = model._replace(parameters=first[0].parameters, borrows=True)
-        first = (first[0]._replace(lent=True), *first[1:])
+        model = model._replace(parameters=first[0].parameters, reads_an_inner_module=True)
+        first = (first[0]._replace(read_from_outside=True), *first[1:])
     roots = (root, root, root) if whole.model.adapter is not None else (root,)
     first, between = _around_the_tower(whole, first)
     parts = _Parts(roots, model, first, between, _Blocks(whole, recomputed, lowest, linears_of_torch), norm, head)
@@ -208,7 +208,7 @@ def _forward_of(whole: Row, parts: _Parts) -> list[Step]:
             steps += [_begun(FORWARD, _Module(""), -1)] * _without_parameters(whole)
         steps += parts.blocks.steps(FORWARD, block)
     steps += _forward((parts.norm,), n_blocks)
-    steps[-1] = steps[-1]._replace(frees=(*steps[-1].frees, _freed(model))) if model.borrows else steps[-1]
+    steps[-1] = steps[-1]._replace(frees=(*steps[-1].frees, _freed(model))) if model.reads_an_inner_module else steps[-1]
     return steps + _forward((parts.head,), n_blocks)
 
 
@@ -271,7 +271,7 @@ def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
     profile, n_blocks = profile_of(whole.model), whole.n_blocks
     if any(name.endswith("experts") for names in profile.modules.kinds.values() for name in names):
         raise SpecError("a profile with experts is not modelled at stage 3 of engine 'deepspeed'; use a lower stage, or fsdp2")
-    _refuse_homeless(profile)
+    _refuse_outside_modules(profile)
     seen, blocks = profile.modules, [_modules(whole, block) for block in range(n_blocks)]
     before, after = (_outside(whole, names) for names in (seen.before, seen.after))
     tied = tuple(
@@ -289,7 +289,7 @@ def _trace_of_profile(whole: Row, *, recomputed: int) -> tuple[Step, ...]:
     return (*steps, *_back(whole, below, -1, unnoticed=seen.unnoticed))
 
 
-def _refuse_homeless(profile: "Profile") -> None:
+def _refuse_outside_modules(profile: "Profile") -> None:
     """Raise SpecError for parameters of no running module: DeepSpeed gathers them with a block, with the model, or never."""
     seen = profile.modules
     outside = (*seen.before, *seen.after)
@@ -404,7 +404,7 @@ def _forward(modules: tuple[_Module, ...], block: int, *, again: bool = False) -
 def _ends(names: list[str], modules: tuple[_Module, ...]) -> Iterator[tuple[_Module, int]]:
     """Yield modules that own parameters, each with the index of the last module inside it; inner ones first."""
     for at in range(len(modules) - 1, -1, -1):
-        if modules[at].parameters and not modules[at].lent:
+        if modules[at].parameters and not modules[at].read_from_outside:
             inside = [place for place, name in enumerate(names) if name.startswith(f"{names[at]}.")]
             yield modules[at], max((at, *inside))
 
@@ -417,14 +417,14 @@ def _backward(whole: Row, modules: tuple[_Module, ...], block: int, *, recompute
     ordered = (modules[0], *(by_name[name] for name in names if name not in constant.unfollowed))
     steps, made = list[Step](), 0
     for module in ordered:
-        made += 0 if module.borrows else _made(whole, module, by_name.get(f"{module.name}{_CHOOSES}"))
+        made += 0 if module.reads_an_inner_module else _made(whole, module, by_name.get(f"{module.name}{_CHOOSES}"))
         steps.append(_begun(BACKWARD, module, block)._replace(made=made))
     for module, last in _ends([module.name for module in ordered], ordered):
         if module.name not in constant.unnoticed:
             steps[last] = steps[last]._replace(frees=(*steps[last].frees, _freed(module)))
     if block >= recomputed:
         return steps
-    first = next(at for at, module in enumerate(ordered) if module.parameters and not module.borrows)
+    first = next(at for at, module in enumerate(ordered) if module.parameters and not module.reads_an_inner_module)
     if ordered[first].in_graph:
         return _run_again_after(whole, modules, ordered, steps, block)
     run_again, waiting = _recomputed(modules, block, ordered[first].name), steps[first]
@@ -513,10 +513,12 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
             index for index in own if whole.model.family in _TRANSPOSED and len(whole.placed[index].parameter.shape) == 2
         ]
         bounds = (places[0], places[-1] + 1) if places else (0, 0)
-        lent = name.endswith(".lora_A.default")
+        read_from_outside = name.endswith(".lora_A.default")
         packed = tuple(index for index in own if whole.placed[index].parameter.quantised)
         known = name_in_a_llama(name) if block < whole.model.tower_layers else name
-        modules.append(_Module(known, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), lent, packed))
+        modules.append(
+            _Module(known, tuple(own), bounds, leaf and name == "mlp", tuple(viewed), bool(borrowed), read_from_outside, packed)
+        )
     return tuple(modules)
 
 

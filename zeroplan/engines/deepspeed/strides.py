@@ -5,7 +5,7 @@ coordinator that is in the same state before two parts, relative to its place, d
 prefetches parameters beyond the equal parts, or where the backward is so near that it keeps parameters for it.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from functools import lru_cache
@@ -13,7 +13,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from zeroplan.engines.collecting import Counts
-from zeroplan.engines.deepspeed.coordinator import Coordinator
+from zeroplan.engines.deepspeed.coordinator import SECOND, Coordinator
 from zeroplan.engines.deepspeed.order import BACKWARD, FORWARD, Step, lowest_backward
 from zeroplan.engines.rows import Row
 from zeroplan.transformer.params import runs_in_order
@@ -65,6 +65,12 @@ class Point(NamedTuple):
     calls: int
     sizes: dict[int, int]
     """The parameters gathered so far, by size."""
+    counted: int
+    """Elements of the parameters that are gathered or in flight."""
+    second: int
+    """Second partitions made so far. [bytes]"""
+    room: tuple[int, ...]
+    """The elements that the coordinator could still gather ahead after each module since the point before."""
 
 
 @lru_cache(maxsize=64)
@@ -134,7 +140,17 @@ class Strider:
 
     def __init__(self, one: Coordinator, memory: Counts, parts: Iterable[Parts]) -> None:
         self.one, self.memory, self._before = one, memory, dict[bool, Point]()
-        self._begins = {at: (some, number) for some in parts for number, at in enumerate(some.at)}
+        alike = filter(self._are_alike, parts)
+        self._begins = {at: (some, number) for some in alike for number, at in enumerate(some.at)}
+        self._given = [] if one.decides else sorted(one.decided)
+        """The releases that an earlier pass decided, in the order of their steps."""
+
+    def _are_alike(self, parts: Parts) -> bool:
+        """Whether all parts have the same persistent parameters. ``stage3_model_persistence_threshold`` may end in one of them."""
+        persistent = sorted(index for index in self.one.persistent if parts.low <= index < parts.high)
+        n_parts, n_later = len(parts.at) - 1, abs(parts.n_later)
+        of_one = [index - parts.low for index in persistent[: len(persistent) // n_parts]]
+        return persistent == [parts.low + n * n_later + place for n in range(n_parts) for place in of_one]
 
     def n_steps(self, at: int) -> int:
         """Return the steps of the part that begins at a step."""
@@ -150,7 +166,7 @@ class Strider:
         if before is None or now.state is None or before.state != now.state or not self.one.queue:
             return 0, 0
         reached = (self.one.queue[0][1] - at) // parts.n_steps + 2
-        times = self._times(parts, at, len(parts.at) - 1 - number - reached)
+        times = self._times(parts, number, before, now, len(parts.at) - 1 - number - reached)
         if times > 0:
             self._move(parts, number, times, before, now)
             self._before[parts.backward] = self._point(parts, number + times)
@@ -160,34 +176,70 @@ class Strider:
         """Return the coordinator's state before a part. Conditions are inline, not calls: this runs before every part."""
         one, at, edge = self.one, parts.at[number], parts.edges[number]
         low, high, backward = parts.low, parts.high, parts.backward
-        sent = one.sent[BACKWARD if backward else FORWARD]
+        sent, second, room = one.sent[BACKWARD if backward else FORWARD], self.memory.bytes_of(SECOND), tuple(one.room)
+        one.room.clear()
+        counts = self.memory.n_bytes, len(one.queue), sent.calls, dict(sent.counted), one.counted, second, room
         if [index for index in one.in_flight if (index >= edge) is backward or not low <= index < high]:
-            return Point(None, self.memory.n_bytes, len(one.queue), sent.calls, dict(sent.counted))
+            return Point(None, *counts)
         last, stays = parts.last(edge), one.persistent if backward else frozenset[int]()
         outside = [index for index in one.available if not low <= index < high]
         inside = [
             index - edge for index in one.available
             if low <= index < high and (index in last or ((index >= edge) is not backward and index not in stays))
         ]  # fmt: skip
-        flying = [
+        in_flight = [
             ([index - edge for index in handle.parameters], {index - edge for index in handle.waiting}, handle.arrived)
             for handle in dict.fromkeys(one.in_flight.values())
         ]  # fmt: skip
         coming = {index - edge: used - at for index, used in one.fetched_for.items() if used >= at}
         following = (one.queue[0][0] - edge, one.queue[0][1] - at) if one.queue else ()
-        state = set(inside), set(outside), flying, coming, following, 0 if one.recording else one.counted
-        return Point(state, self.memory.n_bytes, len(one.queue), sent.calls, dict(sent.counted))
+        state = set(inside), set(outside), in_flight, coming, following, self._seconds(parts, edge)
+        return Point(state, *counts)
 
-    def _times(self, parts: Parts, at: int, most: int) -> int:
-        """Return how many parts, up to ``most``, release the same parameters: those whose next use is far enough away."""
-        one = self.one
+    def _seconds(self, parts: Parts, edge: int) -> tuple[set[int], object]:
+        """Return the last part's parameters whose second partition is made, and whether those of coming parts are.
+
+        If that differs among them, the second value differs from part to part. Persistent ones are never released, so they never
+        make any.
+        """
+        second, stays = self.one.second, frozenset[int]() if self.one.recording else self.one.persistent
+        if not second:
+            return set(), True
+        coming = [
+            index not in second for index in range(parts.low, parts.high)
+            if (index >= edge) is not parts.backward and index not in stays
+        ]  # fmt: skip
+        made = {index - edge for index in parts.last(edge) if index not in second}
+        return made, coming if True in coming and False in coming else True in coming
+
+    def _times(self, parts: Parts, number: int, before: Point, now: Point, most: int) -> int:
+        """Return how many parts, up to ``most``, prefetch and release the same parameters.
+
+        They prefetch as many if the limit of live parameters is as far away. They release those whose next use is far enough away,
+        or those that an earlier pass has decided.
+        """
+        one, at, more, bucket = self.one, parts.at[number], now.counted - before.counted, self.one.bucket
         released = [(when, index) for when, index in one.decided if at - parts.n_steps <= when < at] if one.decides else []
+        most = self._decided_alike(parts, number, most) if self._given else most
 
         def differs(times: int) -> bool:
             later, on = times * parts.n_steps, times * parts.n_later
+            if more and [1 for room in now.room if min(max(room, 0), bucket) != min(max(room - times * more, 0), bucket)]:
+                return True
             return not all(one.is_far(index + on, when + later + 1) for when, index in released)
 
         return bisect_right(range(1, most + 1), 0, key=differs) if most > 0 else 0  # the backward comes nearer and nearer
+
+    def _decided_alike(self, parts: Parts, number: int, most: int) -> int:
+        """Return how many parts, up to ``most``, release the same parameters by an earlier pass's decision."""
+
+        def released(part: int) -> list[tuple[int, int]]:
+            at, edge = parts.at[part], parts.edges[part]
+            low, high = (bisect_left(self._given, (step, -1)) for step in (at, parts.at[part + 1]))
+            return [(when - at, index - edge) for when, index in self._given[low:high]]
+
+        last = released(number - 1)
+        return next((times for times in range(most) if released(number + times) != last), most)
 
     def _move(self, parts: Parts, number: int, times: int, before: Point, now: Point) -> None:
         one, at, edge = self.one, parts.at[number], parts.edges[number]
@@ -200,6 +252,10 @@ class Strider:
             key: n_bytes for each, n_bytes in self.memory.alive.items() for key in self._moved_keys(parts, each, edge, times)
         }
         self.memory.n_bytes += times * (now.n_bytes - before.n_bytes)
+        if now.second:
+            self.memory.alive[SECOND] += times * (now.second - before.second)
+        self._move_seconds(parts, edge, times)
+        one.counted += times * (now.counted - before.counted)
         for handle in set(one.in_flight.values()):
             handle.parameters = tuple([index + on for index in handle.parameters])
             handle.waiting = {index + on for index in handle.waiting}
@@ -213,6 +269,14 @@ class Strider:
         sent.calls += times * (now.calls - before.calls)
         for size, count in now.sizes.items():
             sent.counted[size] += times * (count - before.sizes.get(size, 0))
+
+    def _move_seconds(self, parts: Parts, edge: int, times: int) -> None:
+        """Take the second partitions of so many parts as made, as far as the last part has made its own."""
+        second = self.one.second
+        for index in parts.last(edge) if second else ():
+            if index not in second:
+                for each in range(1, times + 1):
+                    second.pop(index + each * parts.n_later, None)
 
     def _moved_keys(self, parts: Parts, key: Hashable, edge: int, times: int) -> Iterator[Hashable]:
         """Yield the keys of memory after so many parts in place of one: of a parameter, or of a gather."""

@@ -130,9 +130,7 @@ class Sharded(Wrapper):
         """Compute the norm, flatten gradients in the optimizer's dtype, and update; with offload the CPU does all that."""
         job, memory, offloads = self.job, self.memory, offloads_optimizer(self.job.recipe)
         own = own_gradients(job)
-        if offloads and sums_in_fp32(
-            job.recipe
-        ):  # a later micro-batch reuses this tensor, and the next step has no moment with it
+        if sums_in_fp32(job.recipe):  # not the line of the earlier micro-batches: the next step begins without gradients
             own = own._replace(reason="fp32 gradients of this rank's share, released when the step ends")
         memory.hold("averaged", own, *((updates(job),) if job.by_muon else ()))
         if job.recipe.deepspeed.compute_grad_norm and not offloads:

@@ -98,7 +98,7 @@ class FlatRuntime(Runtime):
         memory, key, is_there = self.memory, unit.unsharded(0), self.memory.has(unit.unsharded(0))
         if is_there and self.plan.offloaded:
             memory.at(f"{phase.value}: {unit.name} is unsharded", phase)
-            memory.pass_by(*self._once(copied_in_vain, unit.parts.group))
+            memory.pass_by(*self._once(unused_copies, unit.parts.group))
         if not is_there:
             memory.at(f"{phase.value}: unsharding {unit.name}", phase)
             memory.stream = CASTS
@@ -212,7 +212,7 @@ def viewed(unit: Unit) -> Hashable:
     return "viewed", unit.name
 
 
-def copied_in_vain(plan: Plan, group: Group) -> tuple[Line, ...]:
+def unused_copies(plan: Plan, group: Group) -> tuple[Line, ...]:
     """Return this rank's shard, copied from the host and cast although the unit is unsharded: ``pre_unshard`` does so. [bytes]
 
     In an all-gather the same copies are smaller than the unsharded parameters, which come after them.

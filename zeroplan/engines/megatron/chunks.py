@@ -172,7 +172,7 @@ def _fullest(
 ) -> Counts:
     few = min(micro_batches, 4 * schedule.group + micro_batches % schedule.group)  # later groups repeat the earlier ones
     found = (
-        tuple(sum(flying * kinds[at] for flying, kinds in zip(one, each, strict=True)) for at in range(len(weights)))
+        tuple(sum(in_flight * kinds[at] for in_flight, kinds in zip(one, each, strict=True)) for at in range(len(weights)))
         for one in _in_flight(schedule, few, loss=loss)
     )
     return max(found, key=lambda counts: sum(count * weight for count, weight in zip(counts, weights, strict=True)))
@@ -184,15 +184,15 @@ def _in_flight(schedule: Schedule, micro_batches: int, *, loss: bool) -> tuple[t
 
     Source: Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_schedule_table.
     """
-    order, flying, found = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), [0] * schedule.chunks, set()
+    order, in_flight, found = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), [0] * schedule.chunks, set()
     warm = min(schedule.warm, len(order) - 1)
     for at, chunk in enumerate(order):
-        flying[chunk] += 1
+        in_flight[chunk] += 1
         if at < warm:
             continue
         if chunk == schedule.chunks - 1 or not loss:
-            found.add(tuple(flying))
-        flying[schedule.chunks - 1 - order[at - warm]] -= 1
+            found.add(tuple(in_flight))
+        in_flight[schedule.chunks - 1 - order[at - warm]] -= 1
     return tuple(sorted(found))
 
 
@@ -233,7 +233,7 @@ def left_behind(
 def _behind(
     schedule: Schedule, layers: tuple[int, ...], routed: tuple[int, ...], micro_batches: int, *, received: bool
 ) -> Behind:
-    order, flying, most = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), 0, 0
+    order, in_flight, most = tuple(order_of(schedule.chunks, schedule.group, micro_batches)), 0, 0
     warm = min(schedule.warm, len(order) - 1)
     left = {chunk: 2 * count for chunk, count in enumerate(routed)}  # from the previous step
     forward, loss, backward, embedding = [0], [0], [0], [0]
@@ -241,19 +241,19 @@ def _behind(
         if at < len(order):
             chunk = order[at]
             others = sum(left.values()) - left[chunk]
-            flying += layers[chunk]
-            most = max(most, flying)
-            forward.append(flying + others + max(0, left[chunk] - 1 - layers[chunk]))
+            in_flight += layers[chunk]
+            most = max(most, in_flight)
+            forward.append(in_flight + others + max(0, left[chunk] - 1 - layers[chunk]))
             left[chunk] = 0
             if chunk == schedule.chunks - 1:
-                loss.append(flying + others)
+                loss.append(in_flight + others)
         if at >= warm:
             chunk = schedule.chunks - 1 - order[at - warm]
             others, own = sum(left.values()) - left[chunk], 2 * routed[chunk]
             again = max(own - 2, 0) if left[chunk] else max(routed[chunk] - 2 + (received and routed[chunk] > 1), 0)
-            backward.append(flying + others + again)
-            flying, left[chunk] = flying - layers[chunk], own
+            backward.append(in_flight + others + again)
+            in_flight, left[chunk] = in_flight - layers[chunk], own
             if not chunk:
-                embedding.append(flying + layers[0] + others + max(0, own - 1))
+                embedding.append(in_flight + layers[0] + others + max(0, own - 1))
     beyond = [max(0, max(one) - most) for one in (forward, loss, backward, embedding)]
     return Behind._make([*beyond, 2 * sum(routed)])

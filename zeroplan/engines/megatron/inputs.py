@@ -7,7 +7,7 @@ no gradients and no optimizer states, and autograd keeps nothing of it. Only its
 
 from collections.abc import Iterator
 
-from zeroplan.engines.megatron.flying import T5
+from zeroplan.engines.megatron.in_flight import T5
 from zeroplan.engines.megatron.rank import Rank
 from zeroplan.ledger import Kind, Line
 from zeroplan.numeric import Int, ceil_div

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from zeroplan.engines.megatron import inputs, loss, states
 from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
-from zeroplan.engines.megatron.flying import Flying, flying_of, in_layers, without
+from zeroplan.engines.megatron.in_flight import InFlight, in_flight_of, in_layers, without
 from zeroplan.engines.megatron.leftover import left_by_graphs, left_by_schedule
 from zeroplan.engines.megatron.muon import muon_step
 from zeroplan.engines.megatron.parameters import has_tied_head, table_of
@@ -44,7 +44,7 @@ class _Step:
 
     def __init__(self, rank: Rank, layers: Layers, job: Job) -> None:
         self.rank, self.layers, self.job, self.trace = rank, layers, job, Trace()
-        self.flying, self.sharding = flying_of(rank, layers, job), sharding_of(rank, job)
+        self.in_flight, self.sharding = in_flight_of(rank, layers, job), sharding_of(rank, job)
         self.by_schedule, self.by_graphs = left_by_schedule(rank, job), left_by_graphs(rank, job)
         self.order, self.together = kinds_backward(rank, job), layers_of_a_checkpoint(job.recipe)
         self.again = "" if job.recipe.recompute == "none" else ", recomputed"
@@ -79,13 +79,13 @@ class _Step:
         """Return the gradients in 16 bits that the backward has made. [bytes]"""
         return states.made_lines(at, self.rank, self.job)
 
-    def in_flight(self, flying: Flying, *, last: str | None = None) -> Lines:
+    def lines_in_flight(self, in_flight: InFlight, *, last: str | None = None) -> Lines:
         """Return what layers in flight keep. [bytes]"""
-        return tuple(in_layers(flying, self.layers, self.job, last=last))
+        return tuple(in_layers(in_flight, self.layers, self.job, last=last))
 
     def but(self, over: tuple[Int, ...]) -> Lines:
         """Return the same without ``over`` layers of each kind. [bytes]"""
-        return self.in_flight(without(self.flying, over))
+        return self.lines_in_flight(without(self.in_flight, over))
 
     @property
     def but_the_first_chunk(self) -> Lines:
@@ -96,7 +96,7 @@ class _Step:
 
     def forward(self) -> None:
         """Run the forward with all layers in flight, and with weights gathered ahead."""
-        rank, job, trace, sharding, flying = self.rank, self.job, self.trace, self.sharding, self.flying
+        rank, job, trace, sharding, in_flight = self.rank, self.job, self.trace, self.sharding, self.in_flight
         trace.hold(
             "embedded", *inputs.embedded_lines(rank, job), *loss.deferred_lines(rank, job), *inputs.kept_of_images(rank, job)
         )
@@ -107,17 +107,17 @@ class _Step:
             self.moment(name, Phase.FORWARD, *self.but_the_first_chunk, *lines)
         self.hold_left("forward", "forward")
         running = self.layers.kinds[self.order[0]].cost.forward if self.order else ()
-        self.moment("all that is in flight", Phase.FORWARD, *self.whole(AT_LAST), *self.in_flight(flying), *running)
+        self.moment("all that is in flight", Phase.FORWARD, *self.whole(AT_LAST), *self.lines_in_flight(in_flight), *running)
         if sharding is not None and sharding.gathers:
-            unread = tuple(minimum(sharding.unread(), count) for count in flying.counts[-1:])
-            ahead = self.but((*[0] * (len(flying.counts) - 1), *unread))
+            unread = tuple(minimum(sharding.unread(), count) for count in in_flight.counts[-1:])
+            ahead = self.but((*[0] * (len(in_flight.counts) - 1), *unread))
             self.moment("forward, with weights ahead", Phase.FORWARD, *self.whole(AT_AHEAD), *ahead, *running)
 
     def loss(self) -> None:
         """Run the loss, its backward and the head's."""
         rank, job, trace = self.rank, self.job, self.trace
         head, gathered = loss.head_lines(job), self.whole(AT_LOSS)
-        trace.hold("layers", *self.in_flight(flying_of(rank, self.layers, job, loss=True)), *loss.other_losses(job))
+        trace.hold("layers", *self.lines_in_flight(in_flight_of(rank, self.layers, job, loss=True)), *loss.other_losses(job))
         self.hold_left("loss", "loss")
         self.moment("loss", Phase.LOSS, *gathered, *head, *loss.each_token(rank, job), of_forward=True)
         self.end_masks()
@@ -158,7 +158,7 @@ class _Step:
         runs = [run for run, count in zip(runs_of(self.job), self.rank.counts, strict=True) if count]
         for run in reversed(runs):
             what = "a layer" if run is runs[-1] else f"a {run.kind} layer"
-            self.backward_of_layer(what, run.kind, self.in_flight(self.flying, last=run.kind), self.made(run.kind))
+            self.backward_of_layer(what, run.kind, self.lines_in_flight(self.in_flight, last=run.kind), self.made(run.kind))
         if runs and (made := self.made("end")):
             self.backward_of_layer("the last layer", runs[0].kind, self.but_the_first_chunk, made)
 

@@ -164,8 +164,8 @@ def _dealt(
     """Return the elements that the fullest rank updates with Muon and with Adam, and no padding: tensors are dealt out by size."""
     beside = [(prod(shape), True) for each, _ in chunks for shape in each] + [(elements, False) for elements in others]
     routed = [(prod(shape), True) for _, each in chunks for shape in each]
-    fullest = max(dealt_out(beside, ranks), key=lambda found: _STATES[0] * found[0] + _STATES[1] * found[1])
-    experts = max(found[0] for found in dealt_out(routed, expert_ranks))
+    fullest = max(balanced(beside, ranks), key=lambda found: _STATES[0] * found[0] + _STATES[1] * found[1])
+    experts = max(found[0] for found in balanced(routed, expert_ranks))
     return fullest[0] + experts, fullest[1], 0
 
 
@@ -227,12 +227,12 @@ def _shared_out(shapes: Sequence[Shape], costs: list[int], updated: list[int]) -
     return ends
 
 
-def dealt_out(tensors: Sequence[tuple[int, bool]], ranks: int) -> list[tuple[int, int]]:
+def balanced(tensors: Sequence[tuple[int, bool]], ranks: int) -> list[tuple[int, int]]:
     """Return the elements that each rank updates with Muon and with Adam, as ``--no-use-layer-wise-param-layout`` shares them out.
 
     Tensors are dealt out by size, to the ranks forwards and backwards in turn. ``tensors``: elements, and whether by Muon.
 
-    >>> dealt_out([(30, True), (10, False), (20, True)], 2)
+    >>> balanced([(30, True), (10, False), (20, True)], 2)
     [(0, 10), (50, 0)]
     """
     found = [(0, 0)] * ranks

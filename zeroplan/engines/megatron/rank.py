@@ -91,7 +91,7 @@ def _made(at: int, job: Job) -> Rank:
         ends = ends + table_of(job)  # a copy of the table, without positions: tied, or for next tokens
     group = job.recipe.megatron.microbatch_group_size_per_virtual_pipeline_stage or pp
     schedule = Schedule(pp - at - 1 if chunks == 1 else 2 * (pp - at - 1) + (chunks - 1) * group, chunks, group)
-    flying = minimum(schedule.warm + 1, job.batch.grad_accum_steps * chunks)
+    in_flight = minimum(schedule.warm + 1, job.batch.grad_accum_steps * chunks)
     frozen: Int = 0
     if model.adapter is not None:
         frozen = inside + ends + experts
@@ -107,7 +107,7 @@ def _made(at: int, job: Job) -> Rank:
         padded.experts,
         matrices,
         padded.in_fp8,
-        flying,
+        in_flight,
         _embedded_at_once(schedule, job.batch) if first else 0,
         last,
         stages,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.megatron.chunks import layers_of_a_checkpoint, runs_of
-from zeroplan.engines.megatron.flying import flying_of
+from zeroplan.engines.megatron.in_flight import in_flight_of
 from zeroplan.engines.megatron.leftover import behind_by, left_by
 from zeroplan.engines.megatron.moments import lasts_of
 from zeroplan.engines.megatron.muon import muon_step
@@ -35,7 +35,7 @@ def symbols_of(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     yield Symbol("N_opt", sharers(job), "ranks that share the optimizer's states")
     yield Symbol("N_exp", expert_sharers(job), "ranks that share those of experts")
     yield Symbol("K", rank.chunks, "chunks of layers in flight")
-    yield from _symbols_of_flying(rank, layers, job)
+    yield from _symbols_in_flight(rank, layers, job)
     yield Symbol("H", rank.embeds, "micro-batches whose embedding is kept")
     yield from _symbols_of_left(left_by(rank, job)._asdict(), "L", "left from before")
     yield from _symbols_of_left(behind_by(rank, job)._asdict(), "J", "that dispatchers' graphs refer to")
@@ -62,11 +62,11 @@ def _symbols_of_left(counts: dict[str, Int], letter: str, what: str) -> Iterator
         yield Symbol(f"{letter}_{when[0]}", count, f"hidden states {what}: {when}")
 
 
-def _symbols_of_flying(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
+def _symbols_in_flight(rank: Rank, layers: Layers, job: Job) -> Iterator[Symbol]:
     """Yield the symbols for layers in flight if the rank's chunks differ in their layers."""
     for loss, when in ((False, ""), (True, " when the loss is computed")) if len(set(rank.each)) > 1 else ():
-        flying = flying_of(rank, layers, job, loss=loss)
-        for name, run, count in zip(flying.formulas, runs_of(job), flying.counts, strict=True):
+        in_flight = in_flight_of(rank, layers, job, loss=loss)
+        for name, run, count in zip(in_flight.formulas, runs_of(job), in_flight.counts, strict=True):
             yield Symbol(name, count, f"{run.kind} layers in flight{when}")
 
 

@@ -53,6 +53,6 @@ def _most(sizes: list[Int], states: tuple[State, ...]) -> Int:
 
     def of(state: State) -> Int:
         running = [at == state.chunk and state.kind != "reducing" for at, _ in enumerate(sizes)]
-        return weighted(map(add, state.flying, running), sizes)
+        return weighted(map(add, state.in_flight, running), sizes)
 
     return maximum(0, *map(of, states))

@@ -371,6 +371,6 @@ def _unsharded(plan: Plan, layers: tuple[int, ...]) -> Line:
 
 def only_in_flight(state: State) -> State:
     """Return the state when the loss is made. The variable of the previous output already holds the new one."""
-    outputs = tuple(min(flying, count) if at == state.chunk else count
-                    for at, (flying, count) in enumerate(zip(state.flying, state.outputs, strict=True)))  # fmt: skip
+    outputs = tuple(min(in_flight, count) if at == state.chunk else count
+                    for at, (in_flight, count) in enumerate(zip(state.in_flight, state.outputs, strict=True)))  # fmt: skip
     return state._replace(outputs=outputs)

@@ -101,7 +101,7 @@ def waits(state: State, sizes: tuple[Sizes, ...]) -> list[Int]:
     gather: Int = 0
     reduce: Int = 0
     for at, one in enumerate(sizes):
-        computing = computing + state.flying[at] * one.kept + state.outputs[at] * one.output
+        computing = computing + state.in_flight[at] * one.kept + state.outputs[at] * one.output
         if state.between:
             computing = computing + state.between[at] * one.between
         if at == state.chunk:
@@ -124,7 +124,7 @@ SENT = "torch 2.13, torch/distributed/pipelining/schedules.py, _batch_p2p"
 
 def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
     """Return the lines that do not belong to the current pass."""
-    flying = tuple((count, stage.kept_bytes) for count, stage in zip(state.flying, rank.stages, strict=True))
+    in_flight = tuple((count, stage.kept_bytes) for count, stage in zip(state.in_flight, rank.stages, strict=True))
     outputs = tuple((count, stage.output_bytes) for count, stage in zip(state.outputs, rank.stages, strict=True))
     logits = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if stage.stage.is_last)
     hidden = tuple(one for one, stage in zip(outputs, rank.stages, strict=True) if not stage.stage.is_last)
@@ -133,7 +133,7 @@ def waiting_lines(rank: Rank, state: State) -> tuple[Line, ...]:
     return (
         *rank.standing,
         *rank.passing,
-        _of_several(Kind.ACTIVATIONS, flying, "kept by the micro-batches in flight beside this one", STAGE),
+        _of_several(Kind.ACTIVATIONS, in_flight, "kept by the micro-batches in flight beside this one", STAGE),
         *([_of_several(Kind.ACTIVATIONS, between, BETWEEN, HALVES)] if between else ()),
         _of_several(Kind.ACTIVATIONS, hidden, "outputs of stages, until their backward or as long as a send holds them", STAGE),
         _of_several(Kind.LOGITS, logits, "logits, until the backward of their micro-batch has ended", STAGE),

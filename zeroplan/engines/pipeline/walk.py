@@ -25,7 +25,7 @@ _FULL: tuple[Pass, ...] = ("forward", "backward")
 class State(NamedTuple):
     """Counts of waiting tensors during a pass; tuples have one entry per stage of the rank.
 
-    ``flying``: micro-batches between forward and backward, without the one whose pass this is; ``outputs``: outputs of the
+    ``in_flight``: micro-batches between forward and backward, without the one whose pass this is; ``outputs``: outputs of the
     stage that something refers to, including that micro-batch's in its backward; ``sent``: input gradients that something
     refers to; ``earlier``: 1 if a micro-batch has left gradients; ``whole``: whether the stage's parameters are unsharded when
     the pass begins; ``reduced``: whether its gradients are reduced and it is sharded again; ``sharded``: whether the schedule
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
     kind: Pass | Literal["reducing"]
     chunk: int
-    flying: tuple[int, ...]
+    in_flight: tuple[int, ...]
     outputs: tuple[int, ...]
     sent: int
     earlier: tuple[int, ...]
@@ -150,7 +150,7 @@ class _Walk:
         if micro_batch in self.told:
             self.states.append(
                 State(
-                    kind, chunk, tuple([one.flying for one in stages]), tuple([len(one.outputs) for one in stages]),
+                    kind, chunk, tuple([one.in_flight for one in stages]), tuple([len(one.outputs) for one in stages]),
                     sum([len(one.sends) for one in stages]), tuple([one.earlier for one in stages]),
                     tuple([one.whole and not one.reduced for one in stages]), tuple([one.reduced for one in stages]),
                     tuple([one.sharded for one in stages]), tuple([one.begun for one in stages]), not of.begun,
@@ -168,7 +168,7 @@ class Counted:
 
     def __init__(self, walk: _Walk, chunk: int, *, is_first: bool) -> None:
         self.walk, self.chunk, self.is_first = walk, chunk, is_first
-        self.flying = self.between = self.earlier = self.fresh = 0
+        self.in_flight = self.between = self.earlier = self.fresh = 0
         self.outputs, self.sends = set[int](), set[int]()
         self.begun = self.reduced = self.whole = False
         self.sharded = True
@@ -176,13 +176,13 @@ class Counted:
     def forward_of(self, micro_batch: int) -> None:
         """Count a forward, after which blocks may be resharded."""
         self.walk.note("forward", self.chunk, micro_batch)
-        self.flying += 1
+        self.in_flight += 1
         self.outputs.add(micro_batch)
         self.whole = not self.walk.resharded
 
     def backward_of(self, micro_batch: int) -> None:
         """Count a backward. It leaves the stage unsharded, since no gradient is reduced after it."""
-        self.flying -= 1
+        self.in_flight -= 1
         self.walk.note("backward", self.chunk, micro_batch)
         self.earlier, self.whole = 1, True
         self._send(micro_batch)
@@ -193,7 +193,7 @@ class Counted:
 
     def input_of(self, micro_batch: int) -> None:
         """Count a first half, which accumulates the gradients of an earlier second half."""
-        self.flying -= 1
+        self.in_flight -= 1
         self.walk.note("input", self.chunk, micro_batch)
         self.between += 1
         self._send(micro_batch)
@@ -257,7 +257,7 @@ def _compared_within(state: State) -> tuple[object, ...]:
 def _waiting(state: State) -> tuple[int, ...]:
     """Return the counts to compare. Reduced stages count negatively, since they hold less."""
     left = [-reduced for reduced in state.reduced]
-    return (*state.flying, *state.outputs, state.sent, *state.earlier, *state.between, *left)
+    return (*state.in_flight, *state.outputs, state.sent, *state.earlier, *state.between, *left)
 
 
 def _reaches(mine: tuple[int, ...], theirs: tuple[int, ...]) -> bool:

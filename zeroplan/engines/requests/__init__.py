@@ -34,16 +34,10 @@ def requests_of(
     ``starts``: where the weights are before. Only for FSDP1 is known what this leaves in the cache. Raises SpecError for jobs
     of :func:`not_written`.
     """
-    refuse_unwritten(job)
     if job.mesh.pp > 1:
+        refuse_unwritten(job)
         return _of_a_pipeline(job, STEPS["fsdp2"] if steps is None else steps, pipeline_rank)
-    return _program(job, starts).run(STEPS[job.recipe.engine] if steps is None else steps)
-
-
-def first_requests_of(job: JobSpec, *, starts: Starts = "loaded") -> Log:
-    """Return the beginning of :func:`requests_of`: the setup and the first micro-batch, without a pipeline."""
-    refuse_unwritten(job)
-    return _program(job, starts).run_first()
+    return program_of(job, starts=starts).run(STEPS[job.recipe.engine] if steps is None else steps)
 
 
 def refuse_unwritten(job: JobSpec) -> None:
@@ -52,7 +46,9 @@ def refuse_unwritten(job: JobSpec) -> None:
         raise SpecError(f"the requests of {reason} cannot be written out yet; leave --replay, --trace and --snapshot out")
 
 
-def _program(job: JobSpec, starts: Starts) -> ModelPass:
+def program_of(job: JobSpec, *, starts: Starts = "loaded") -> ModelPass:
+    """Return the program that writes the requests of a job without a pipeline, before it has run. Raises SpecError likewise."""
+    refuse_unwritten(job)
     name = job.recipe.engine if (job.recipe.engine, job.recipe.zero_stage) != ("deepspeed", 3) else "deepspeed_stage3"
     one: ModelPass = import_module(f"zeroplan.engines.requests.{name}").step_of(job, Log(starts))
     return one

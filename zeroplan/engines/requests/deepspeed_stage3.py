@@ -252,6 +252,7 @@ class Step(OneByOne):
         log.call("all_reduce", job.element * self.fill, self.ranks)
         if job.kept != job.element:
             log.request("cast", job.kept * self.fill, Kind.REDUCE, "reduced gradients cast to fp32")
+            log.release("reduced")
 
     def _reduce_scatter(self, inside: list[Placed]) -> None:
         """``__avg_scatter_grads``: reduce-scatter a copy in rank order, unless the bucket is one gradient that divides evenly."""

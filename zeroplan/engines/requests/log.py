@@ -95,14 +95,14 @@ class Log:
         waits = any(at >= start[0] for at in self.waits) or any(place in own for place in self.marked)
         return None if waits or sorted(released) != [*own] else Part(start, self.ends)
 
-    def stretches(self, cut: int) -> Iterator[tuple[int, int, Part | None]]:
+    def stretches(self, *cuts: int) -> Iterator[tuple[int, int, Part | None]]:
         """Yield the log in stretches, each with its first event, its end, and the part that it is a copy of, or that was copied.
 
-        None of them begins before the event ``cut`` and ends after it.
+        None of them begins before one of the events ``cuts`` and ends after it.
         """
         begin = {part.start[0]: part for part in self.repeated.values()} | self.repeated
         at = 0
-        for start in sorted({*begin, cut, len(self.events)}):
+        for start in sorted({*begin, *cuts, len(self.events)}):
             if at < start:
                 yield at, start, None
                 at = start

@@ -76,6 +76,8 @@ class ModelPass:
         self._parts: dict[Hashable, Part] = {}
         """Micro-batches that can be written again, by :meth:`kind_of`."""
         self.is_before_head = self.is_in_model = False
+        self.has_begun = False
+        """Whether the first micro-batch has run."""
 
     def _sized(self, model: ModelSpec, run: BlockRun, batch: Batch) -> Sized:
         compute = self.compute
@@ -113,22 +115,24 @@ class ModelPass:
         self.log.put("scales", *scales_of_each(parameters, self.quantize))
 
     def run(self, steps: int) -> Log:
-        """Run the setup and this many steps."""
-        self.begin()
+        """Run the setup and this many steps, or what is left of them after :meth:`run_first`."""
+        if not self.has_begun:
+            self.run_first()
         for _ in self.micro_batches(steps):
             self.update()
         return self.log
 
     def run_first(self) -> Log:
-        """Run the setup and the first micro-batch, with which :meth:`run` begins."""
+        """Run the setup and the first micro-batch."""
         self.begin()
         self._micro_batch(0, 0)
+        self.has_begun = True
         return self.log
 
     def micro_batches(self, steps: int) -> Iterator[None]:
         """Run the micro-batches of each step; at every ``yield`` the optimizer's step has begun."""
         for step in range(steps):
-            for micro in range(self.per_step):
+            for micro in range(1 if self.has_begun and not step else 0, self.per_step):
                 self._micro_batch(step, micro)
             self.log.begin(step, Phase.STEP)
             yield

@@ -79,7 +79,7 @@ class StageStep(fsdp2.Step):
         super().__init__(model, mesh, stage.plan, batch, log)
         self.stage = stage.stage
         self.of_stage: dict[Hashable, list[int]] = {}
-        self.flying: dict[int, Held] = {}
+        self.in_flight: dict[int, Held] = {}
         """The requests of each micro-batch between its forward and its backward."""
         self.given = None if self.stage.is_last else self._given(model, batch)
         self.reducing, self.sends_up, self.sends_down = False, True, True
@@ -114,13 +114,13 @@ class StageStep(fsdp2.Step):
 
     def forward_of(self, micro_batch: int) -> None:
         """Run a micro-batch forward, and hold the stage's output."""
-        self.log.held = self.flying[micro_batch] = Held(self.of_stage)
+        self.log.held = self.in_flight[micro_batch] = Held(self.of_stage)
         self.forward()
         self.log.release("parked")
 
     def backward_of(self, micro_batch: int) -> None:
         """Run its backward. The schedule holds its output and its input's gradient."""
-        self.log.held = self.flying.pop(micro_batch)
+        self.log.held = self.in_flight.pop(micro_batch)
         self.log.rename("output", ("output of", micro_batch))
         self.backward()
         if self.flow is not None and not self.stage.is_first:
@@ -129,7 +129,7 @@ class StageStep(fsdp2.Step):
     def input_of(self, micro_batch: int) -> None:
         """Run the first half of its backward, which frees only the loss's tensors."""
         log = self.log
-        log.held = self.flying[micro_batch]
+        log.held = self.in_flight[micro_batch]
         log.rename("output", ("output of", micro_batch))
         log.begin(self.step, Phase.BACKWARD)
         self.ending_backward()
@@ -152,7 +152,7 @@ class StageStep(fsdp2.Step):
     def weights_of(self, micro_batch: int) -> None:
         """Run the second half, without FSDP2's hooks, and free the graph."""
         log = self.log
-        log.held = held = self.flying.pop(micro_batch)
+        log.held = held = self.in_flight.pop(micro_batch)
         log.begin(self.step, Phase.BACKWARD)
         alike = self.plan.reduce_bytes == self.plan.width.compute
         self.in_second_half = True
@@ -186,8 +186,8 @@ class StageStep(fsdp2.Step):
         """Release an output of the schedule."""
         self.log.held = self.of_stage
         self.log.release(("output of", micro_batch))
-        if micro_batch in self.flying:
-            self.log.held = self.flying[micro_batch]
+        if micro_batch in self.in_flight:
+            self.log.held = self.in_flight[micro_batch]
             self.log.release("output")
 
     def sent(self, micro_batch: int) -> None:

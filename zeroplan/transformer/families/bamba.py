@@ -39,9 +39,9 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys with the first half of each head rotated. Both are rotated before either is concatenated."""
     of_queries, of_keys = Half("queries", q_4), Half("keys", k_4)
     both = [(op.slices(tape, one, (of.shape,) * 2, of.site), of) for one, of in ((query, of_queries), (key, of_keys))]
-    turned = [op.rotary(tape, halves[0], of.site, per_token=2 * d_4) for halves, of in both]
+    with_positions = [op.rotary(tape, halves[0], of.site, per_token=2 * d_4) for halves, of in both]
     made = list[Value]()
-    for part, (halves, of) in zip(turned, both, strict=True):
+    for part, (halves, of) in zip(with_positions, both, strict=True):
         made.append(op.joined(tape, (part, halves[1]), of.name, 2 * of.shape, of.site))
         tape.release(part)
     tape.release(*(half for halves, _ in both for half in halves))

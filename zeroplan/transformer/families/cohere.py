@@ -7,7 +7,7 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp
 from zeroplan.transformer.families.definition import Around, Block, Definition, Program
-from zeroplan.transformer.families.glm4 import Half, turned
+from zeroplan.transformer.families.glm4 import Half, rotate
 from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.module_names import WITH_LATE_NORMS, gated_modules
 from zeroplan.transformer.families.operators import Norm
@@ -38,11 +38,11 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys in their own dtype. Variables of the function hold fp32 copies of both, before and after rotation."""
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for name, one in (("queries", query), ("keys", key))]
     both = [
-        turned(tape, one, (None, None), Half(name, half), "turned", ROTARY)
+        rotate(tape, one, (None, None), Half(name, half), "rotated", ROTARY)
         for name, one, half in (("queries", wide[0], q_2), ("keys", wide[1], k_2))
     ]
     made = [
-        op.cast(tape, one, bare.dtype, Site(f"turned {name}", ROTARY))
+        op.cast(tape, one, bare.dtype, Site(f"rotated {name}", ROTARY))
         for name, one, bare in (("queries", both[0], query), ("keys", both[1], key))
     ]
     tape.release(*wide, *both)

@@ -179,8 +179,8 @@ class Attention(NamedTuple):
         query = op.heads_of(tape, query, "queries", self.source)
         if not block.one_key:
             key, value = (op.heads_of(tape, one, name, self.source) for one, name in ((key, "keys"), (value, "values")))
-        turned = self._turned(tape, query, key, block)
-        context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, self.joined))
+        with_positions = self._with_positions(tape, query, key, block)
+        context, weights = block.attend(tape, Heads(*with_positions, value, block.grouped, block.one_key, self.joined))
         if "output-scaled" in tape.mode.fused:
             context = _without_the_sinks_share(tape, context)
         if "output-copied" in tape.mode.fused:
@@ -189,12 +189,12 @@ class Attention(NamedTuple):
             tape.release(kernels)
         site = Site("output projection", self.source, Module.O, layer=self.output)
         made = op.linear(tape, context, h, site, reads=c, bias=block.output_bias)
-        tape.release(value, *turned, context)
+        tape.release(value, *with_positions, context)
         return Attended(made, weights)
 
-    def _turned(self, tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
+    def _with_positions(self, tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
         """Return queries and keys with rotary positions, in layers that have them; release the unrotated ones."""
-        if block.unturned:
+        if block.without_rotary:
             return query, key
         rotate = self.rotated or partial(rotated, source=self.source)
         made = rotate(tape, query, key, block)

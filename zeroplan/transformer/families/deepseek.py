@@ -53,23 +53,26 @@ def attention(tape: Tape, normal: Value, block: Block, *, choose: Choose | None 
     queries, latent_queries = queries_of(tape, normal, block)
     if choose is None:
         tape.release(*latent_queries)
-    bare, turning = op.chunk(tape, queries, (T * BARE, T * a * o), Site("parts of the queries", LATENT))
+    bare, rotary_query = op.chunk(tape, queries, (T * BARE, T * a * o), Site("parts of the queries", LATENT))
     name = "first projection of keys and values"
     compressed = op.linear(tape, normal, w + o, Site(name, LATENT, layer="kv_a_proj_with_mqa"), bias=block.attention_bias)
     latent, rotary_key = op.chunk(tape, compressed, (T * w, T * o), Site("latent and rotary key", LATENT))
     latent_norm = norm_of(tape, latent, "norm of the latent", w)
     if block.family == "deepseek_v2":
-        turned = _as_complex(tape, turning, rotary_key)
+        with_positions = _as_complex(tape, rotary_query, rotary_key)
     else:
-        turned = (_rotated(tape, turning, "rotary part of the queries", a * o_2), _rotated(tape, rotary_key, "rotary key", o_2))
-    tape.release(latent, turning, rotary_key)
-    query = op.joined(tape, (bare, turned[0]), "queries", T * q, LATENT)
+        with_positions = (
+            _rotated(tape, rotary_query, "rotary part of the queries", a * o_2),
+            _rotated(tape, rotary_key, "rotary key", o_2),
+        )
+    tape.release(latent, rotary_query, rotary_key)
+    query = op.joined(tape, (bare, with_positions[0]), "queries", T * q, LATENT)
     query = op.scaled_by_position(tape, query, f"{MISTRAL}, Mistral4Attention.forward") if block.family == "mistral4" else query
-    key, value = expanded(tape, latent_norm, turned[1])
+    key, value = expanded(tape, latent_norm, with_positions[1])
     chosen = () if choose is None else choose(tape, normal, latent_queries[0], block)
     context, weights = attend_of(block)(tape, Heads(query, key, value, grouped=False, one_key=False, joint=True))
     made = op.linear(tape, context, h, Site("output projection", LATENT, layer="o_proj"), reads=c, bias=block.attention_bias)
-    tape.release(queries, bare, compressed, latent_norm, *turned, query, key, value, context)
+    tape.release(queries, bare, compressed, latent_norm, *with_positions, query, key, value, context)
     if choose is not None:
         tape.release(*latent_queries)
         tape.drop(*chosen)
@@ -118,24 +121,24 @@ def _rotated(tape: Tape, value: Value, name: str, half: Size) -> Value:
     even, odd = op.slices(tape, value, (T * half, T * half), Site(f"even and odd elements of the {name}", ROTARY))
     dtype = op.wider(tape, value.dtype, r)
     made = op.run(
-        tape, (even, odd), f"{name}, turned", ROTARY, dtype=dtype, shape=value.shape,
-        passing=((f"{name}: both halves turned", dtype * value.shape),), gradient=f"gradient of the {name}, half",
+        tape, (even, odd), f"{name}, rotated", ROTARY, dtype=dtype, shape=value.shape,
+        passing=((f"{name}: both halves rotated", dtype * value.shape),), gradient=f"gradient of the {name}, half",
     )  # fmt: skip
     tape.release(even, odd)
     return made
 
 
-def _as_complex(tape: Tape, turning: Value, rotary_key: Value) -> tuple[Value, Value]:
+def _as_complex(tape: Tape, rotary_query: Value, rotary_key: Value) -> tuple[Value, Value]:
     """Multiply both rotary parts, in fp32, by complex numbers of length 1; variables hold the fp32 parts until both are done."""
     source = f"{V2}, apply_rotary_emb"
     names = "rotary part of the queries", "rotary key"
-    wide = [op.cast(tape, one, 4, Site(name, source)) for one, name in zip((turning, rotary_key), names, strict=True)]
+    wide = [op.cast(tape, one, 4, Site(name, source)) for one, name in zip((rotary_query, rotary_key), names, strict=True)]
     made = []
     for one, name in zip(wide, names, strict=True):
         site = Site(f"rotary positions of the {name}", source)
-        turned = op.run(tape, one, f"{name}, turned, fp32", site, gradient=f"gradient of the {name}")
-        made.append(op.cast(tape, turned, turning.dtype, Site(f"turned {name}", source)))
-        tape.release(turned)
+        with_positions = op.run(tape, one, f"{name}, rotated, fp32", site, gradient=f"gradient of the {name}")
+        made.append(op.cast(tape, with_positions, rotary_query.dtype, Site(f"rotated {name}", source)))
+        tape.release(with_positions)
     tape.release(*wide)
     return made[0], made[1]
 

@@ -115,9 +115,9 @@ def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Stor
     keys = _normalised_keys(run, normal, block)
     of_keys: Width = 4 if block.autocast else e
     dtypes = op.wider(tape, e, r), op.wider(tape, of_keys, r)
-    rotate = _turned_pairs if block.family == "glm_moe_dsa" else _turned
-    turned = rotate(run, "queries", (e, dtypes[0]), T * j * o_2), rotate(run, "keys", (of_keys, dtypes[1]), T * o_2)
-    whole = run.make("queries, turned", dtypes[0] * T * j * d_j), run.make("keys, turned", dtypes[1] * T * d_j)
+    rotate = _with_positions_of_pairs if block.family == "glm_moe_dsa" else _with_positions
+    with_positions = rotate(run, "queries", (e, dtypes[0]), T * j * o_2), rotate(run, "keys", (of_keys, dtypes[1]), T * o_2)
+    whole = run.make("queries, rotated", dtypes[0] * T * j * d_j), run.make("keys, rotated", dtypes[1] * T * d_j)
     scores, dtype = _scores(run, whole, dtypes, block)
     weights = _weights(run, normal)
     summed = run.after("scores of all heads", dtype * T * s, run.cast(weights, "weights of the heads", (4, dtype), T * j))
@@ -127,7 +127,7 @@ def _indexer(tape: Tape, normal: Value, compressed: Value, block: Block) -> Stor
     highest, indices = run.make("highest scores", dtype * T * Y), run.make("their keys, int64", 8 * T * Y)
     tape.drop(highest)
     picked = run.after("keys picked", 4 * T * Y, indices)
-    tape.drop(masked, scores, weights, *whole, queries, keys, *turned)
+    tape.drop(masked, scores, weights, *whole, queries, keys, *with_positions)
     return picked
 
 
@@ -141,23 +141,23 @@ def _normalised_keys(run: Untracked, normal: Value, block: Block) -> Store:
     return made
 
 
-def _turned(run: Untracked, name: str, dtypes: tuple[Width, Width], half: Size) -> Store:
-    """Return the turned part of queries or keys: ``x * cos + rotate_half(x) * sin``. ``dtypes``: those of x and of the result."""
+def _with_positions(run: Untracked, name: str, dtypes: tuple[Width, Width], half: Size) -> Store:
+    """Return the rotated part of queries or keys: ``x * cos + rotate_half(x) * sin``. ``dtypes``: those of x and of the result."""
     was, dtype = dtypes
     times_cos = run.make(f"{name} times cos", dtype * (half + half))
     rotated = run.after(f"{name}, halves swapped", was * (half + half), run.make(f"{name}, half of them negated", was * half))
     times_sin = run.after(f"{name} times sin", dtype * (half + half), rotated)
-    return run.after(f"{name}, turned", dtype * (half + half), times_cos, times_sin)
+    return run.after(f"{name}, rotated", dtype * (half + half), times_cos, times_sin)
 
 
-def _turned_pairs(run: Untracked, name: str, dtypes: tuple[Width, Width], half: Size) -> Store:
-    """Return the turned part of queries or keys. Elements with even and with odd numbers are turned, then joined."""
+def _with_positions_of_pairs(run: Untracked, name: str, dtypes: tuple[Width, Width], half: Size) -> Store:
+    """Return the rotated part of queries or keys. Elements with even and with odd numbers are rotated, then joined."""
     _, dtype = dtypes
     halves = []
     for which in ("first", "second"):
         terms = [run.make(f"{name}, {which} half: product with {of}", dtype * half) for of in ("cos", "sin")]
-        halves.append(run.after(f"{name}, {which} half turned", dtype * half, *terms))
-    return run.after(f"{name}, turned", dtype * (half + half), *halves)
+        halves.append(run.after(f"{name}, {which} half rotated", dtype * half, *terms))
+    return run.after(f"{name}, rotated", dtype * (half + half), *halves)
 
 
 def _scores(run: Untracked, operands: tuple[Store, Store], dtypes: tuple[Width, Width], block: Block) -> tuple[Store, Width]:

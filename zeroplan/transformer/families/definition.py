@@ -156,7 +156,7 @@ class Block(NamedTuple):
     """Number of experts that run one after the other, each on its own tokens."""
     head_norms: bool = False
     """The block normalises queries and keys over each head."""
-    unturned: bool = False
+    without_rotary: bool = False
     """Attention has no rotary positions."""
     filled: bool = False
     """The flash kernel pads heads, whose size is no multiple of 8."""
@@ -299,7 +299,7 @@ class Around(NamedTuple):
     scales_embeddings: bool = False
     """The model multiplies the embedding's output by a constant, outside the embedding module, before block 0."""
     masks: int = 1
-    """Number of attention masks that it builds for eager attention, if a model has a window."""
+    """Number of attention masks that it builds for eager attention, or with padding, if a model has a window."""
     chunks: bool = False
     """Its window is a chunk, whose mask differs from sequence to sequence."""
 

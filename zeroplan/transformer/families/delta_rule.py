@@ -102,7 +102,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     mask = tape.make(op.TENSOR, "mask of a chunk, booleans", Size(((CHUNK * CHUNK,),)), RULE)
     summed = op.run(
         tape, decay, "decay, summed up within chunks", RULE, dtype=4, shape=FILLED * A,
-        gradient="gradient of the decay", beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
+        gradient="gradient of the decay", beside=("decay's gradient, flipped and summed up", 8 * FILLED * A),
     )  # fmt: skip
     in_chunks = op.view(tape, query, Site("queries in chunks", RULE)), op.view(tape, key, Site("keys in chunks", RULE))
     tape.summed_anew.add(key)  # the gradient of its chunks is a view

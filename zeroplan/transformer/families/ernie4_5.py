@@ -34,17 +34,17 @@ def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
         tape.history.input_copies += (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),)
     cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", tables * s * d, ROTARY) for name in ("cos", "sin"))
     halves = (query, Half("queries", q_2)), (key, Half("keys", k_2))
-    turned = [_turned(tape, one, cos, sin, half) for one, half in halves]
+    with_positions = [_with_positions(tape, one, cos, sin, half) for one, half in halves]
     made = [
-        op.cast(tape, wide, bare.dtype, Site(f"turned {half.name}", ROTARY))
-        for wide, (bare, half) in zip(turned, halves, strict=True)
+        op.cast(tape, wide, bare.dtype, Site(f"rotated {half.name}", ROTARY))
+        for wide, (bare, half) in zip(with_positions, halves, strict=True)
     ]
     tape.drop(cos, sin)
-    tape.release(*turned)
+    tape.release(*with_positions)
     return made[0], made[1]
 
 
-def _turned(tape: Tape, value: Value, cos: Store, sin: Store, of: Half) -> Value:
+def _with_positions(tape: Tape, value: Value, cos: Store, sin: Store, of: Half) -> Value:
     """``x·cos + rotate_half(x)·sin`` of whole heads, with both factors cast to fp32."""
     wide = op.cast(tape, value, 4, Site(of.name, ROTARY))
     direct = times_table(tape, wide, cos, f"{of.name} times cos")
@@ -54,7 +54,7 @@ def _turned(tape: Tape, value: Value, cos: Store, sin: Store, of: Half) -> Value
     tape.release(bare)
     times_sin = times_table(tape, exchanged, sin, f"{of.name} times sin")
     tape.release(exchanged)
-    made = op.add(tape, direct, times_sin, f"{of.name}, turned", ROTARY)
+    made = op.add(tape, direct, times_sin, f"{of.name}, rotated", ROTARY)
     tape.release(direct, times_sin)
     return made
 

@@ -51,13 +51,13 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention. The variable of the joint projection lives until it returns."""
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION, layer="query_key_value"))
     query, key, value = _parts(tape, joint, copied=not block.one_key)
-    turned = _rotated(tape, query, key, block)
+    with_positions = _rotated(tape, query, key, block)
     tape.release(query, key)
     attend = partial(in_32_bits, has_mask=True, broadcast=True) if block.one_key and block.attention == "sdpa" else block.attend
     grouped = block.one_key and block.attention != "sdpa"
-    context, weights = attend(tape, Heads(*turned, value, grouped=grouped, one_key=grouped))
+    context, weights = attend(tape, Heads(*with_positions, value, grouped=grouped, one_key=grouped))
     made = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="dense"), reads=c)
-    tape.release(joint, value, *turned, context)
+    tape.release(joint, value, *with_positions, context)
     return Attended(made, weights)
 
 

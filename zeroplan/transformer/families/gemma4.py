@@ -41,7 +41,7 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention. Queries, keys and values each keep one variable through projection, norm and rotation."""
     bias, before = block.attention_bias, tape.operators.copy()
     query = op.linear(tape, normal, q, Site("q projection", ATTENTION, Module.Q), bias=bias)
-    query = _turned(tape, _normed(tape, query, "queries", NORM, Module.Q_NORM), "queries")
+    query = _with_positions(tape, _normed(tape, query, "queries", NORM, Module.Q_NORM), "queries")
     key, value = _keys(tape, normal, block, before)
     context, weights = block.attend(tape, Heads(query, key, value, block.grouped, block.one_key))
     made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O), reads=c, bias=block.output_bias)
@@ -60,7 +60,7 @@ def _keys(tape: Tape, normal: Value, block: Block, before: list[Operator]) -> tu
         tape.hold(bare.store)
     else:
         value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    key = _turned(tape, _normed(tape, bare, "keys", NORM, Module.K_NORM), "keys")
+    key = _with_positions(tape, _normed(tape, bare, "keys", NORM, Module.K_NORM), "keys")
     value = _normed(tape, value, "values", _BARE, Module.NONE)
     if block.own is not None and block.own.keys == "stored":
         store_keys(tape, block, (key, value), [*before, *tape.operators[at:]], ATTENTION)
@@ -74,7 +74,7 @@ def _normed(tape: Tape, bare: Value, name: str, norm: Norm, module: Module) -> V
     return made
 
 
-def _turned(tape: Tape, bare: Value, name: str) -> Value:
+def _with_positions(tape: Tape, bare: Value, name: str) -> Value:
     made = op.rotary(tape, bare, Site(name, ATTENTION))
     tape.release(bare)
     return made

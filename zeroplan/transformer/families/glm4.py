@@ -29,7 +29,7 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", 2 * r * s * d_4, APPLY) for name in ("cos", "sin"))
     queries, keys = Half("queries", q_4), Half("keys", k_4)
     both = op.slices(tape, query, (queries.shape,) * 2, queries.site), op.slices(tape, key, (keys.shape,) * 2, keys.site)
-    halves = [turned(tape, one[0], (cos, sin), of, "half turned") for one, of in zip(both, (queries, keys), strict=True)]
+    halves = [rotate(tape, one[0], (cos, sin), of, "half rotated") for one, of in zip(both, (queries, keys), strict=True)]
     query = op.joined(tape, (halves[0], both[0][1]), "queries", 2 * queries.shape, queries.site)
     tape.release(halves[0])
     key = op.joined(tape, (halves[1], both[1][1]), "keys", 2 * keys.shape, keys.site)
@@ -55,7 +55,7 @@ class Half(NamedTuple):
         return Site(f"halves of the {self.name}", APPLY)
 
 
-def turned(
+def rotate(
     tape: Tape, value: Value, tables: tuple[Store | None, Store | None], of: Half, words: str, source: str = APPLY
 ) -> Value:  # fmt: skip
     """``x·cos + rotate_half(x)·sin``; ``tables``: the block's own cos and sin; ``words``: what the result is called."""

@@ -46,11 +46,11 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
         tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION, layer="query_key_value"), bias=bias
     )
     query, key, value = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", ATTENTION))
-    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
+    with_positions = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
-    context, weights = block.attend(tape, Heads(*turned, value, grouped=False, one_key=False, joined=True, joint=True))
+    context, weights = block.attend(tape, Heads(*with_positions, value, grouped=False, one_key=False, joined=True, joint=True))
     made = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="dense"), reads=c, bias=bias)
-    tape.release(joint, value, *turned, context)
+    tape.release(joint, value, *with_positions, context)
     return Attended(made, weights)
 
 

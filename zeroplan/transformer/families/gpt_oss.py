@@ -51,7 +51,7 @@ def _one_rotated(tape: Tape, value: Value, name: str) -> Value:
     dtype = op.wider(tape, value.dtype, r)
     return op.run(
         tape, value, name, ATTENTION, dtype=dtype,
-        passing=((f"{name}: both halves turned", dtype * value.shape),), gradient=f"gradient of the {name}",
+        passing=((f"{name}: both halves rotated", dtype * value.shape),), gradient=f"gradient of the {name}",
         beside=(f"gradients of the halves of the {name}", value.dtype * value.shape),
     )  # fmt: skip
 

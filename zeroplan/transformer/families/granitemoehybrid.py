@@ -96,7 +96,7 @@ FAMILIES = {
         Program(_layer, LAYER, LLAMA_NORM), _tensors, _CONFIG,
         ("input_layernorm", *_MIXER, "post_attention_layernorm", *_SHARED),
         ("input_layernorm", *_MIXER, "post_attention_layernorm", *MODULES, *_SHARED),
-        tables=lambda model: Tables() if model.turned else None,
+        tables=lambda model: Tables() if model.rotary else None,
         around=Around(scales_embeddings=True),
     )
 }  # fmt: skip

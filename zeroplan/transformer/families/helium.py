@@ -1,10 +1,10 @@
-"""Helium: Llama's block with norms that multiply by their weight in fp32, and positions that turn neighbours."""
+"""Helium: Llama's block with norms that multiply by their weight in fp32, and positions that rotate neighbours."""
 
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.decoder import Attention, Rotated, gated_mlp, layer, layer_of
 from zeroplan.transformer.families.definition import Block, Definition, Tables
-from zeroplan.transformer.families.glm4 import Half, turned
+from zeroplan.transformer.families.glm4 import Half, rotate
 from zeroplan.transformer.families.keys import ConfigKeys
 from zeroplan.transformer.families.operators import Norm
 from zeroplan.transformer.families.tape import Tape, Value
@@ -19,8 +19,8 @@ ROTARY = f"{HELIUM}, apply_rotary_pos_emb"
 def _rotated(tape: Tape, query: Value, key: Value, _block: Block) -> Rotated:
     """Return queries and keys with positions. The tables are copied, each angle twice, and autograd saves the copies."""
     cos, sin = (tape.make(op.TENSOR, f"{name} of each pair", r * s * d, ROTARY) for name in ("cos", "sin"))
-    query = turned(tape, query, (cos, sin), Half("queries", q_2), "turned", ROTARY)
-    key = turned(tape, key, (cos, sin), Half("keys", k_2), "turned", ROTARY)
+    query = rotate(tape, query, (cos, sin), Half("queries", q_2), "rotated", ROTARY)
+    key = rotate(tape, key, (cos, sin), Half("keys", k_2), "rotated", ROTARY)
     tape.drop(cos, sin)
     return query, key
 

@@ -135,7 +135,7 @@ def _filled_up(tape: Tape, given: Given, block: Block) -> _Ready:
     learnt, learning = _times(tape, value, beta, "values times beta"), _times(tape, key, beta, "keys times beta")
     decay = op.run(
         tape, bare, "decay, summed up within chunks", RULE, gradient="gradient of the decay",
-        beside=("decay's gradient, turned round and summed up", 8 * ROWS),
+        beside=("decay's gradient, flipped and summed up", 8 * ROWS),
     )  # fmt: skip
     tape.release(bare)
     return _Ready(query, key, value, decay, learning, learnt, (beta,))

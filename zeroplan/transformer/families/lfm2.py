@@ -109,7 +109,7 @@ _ROUTED = _CONFIG._replace(
     read=("num_dense_layers",),
 ).plus(harmless={"a number in a formula": ("routed_scaling_factor",)})
 _MIXERS: Names = (
-    "operator_norm", "conv", "conv.in_proj", "conv.out_proj", "self_attn", "self_attn.q_proj", "self_attn.q_layernorm",
+    "operator_norm", "conv", "conv.in_proj", "conv.conv", "conv.out_proj", "self_attn", "self_attn.q_proj", "self_attn.q_layernorm",
     "self_attn.k_proj", "self_attn.k_layernorm", "self_attn.v_proj", "self_attn.out_proj", "ffn_norm", "feed_forward",
 )  # fmt: skip
 _DENSE = (*_MIXERS, "feed_forward.w1", "feed_forward.w3", "feed_forward.w2")

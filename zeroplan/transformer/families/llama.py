@@ -74,8 +74,8 @@ _JAIS_LAYER = layer(layer_of(JAIS2, LAYER_NORM, attention, ungated_mlp))
 def _rotated_and_scaled(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
     """Return rotated queries and keys. A factor that grows with the position scales each token's queries."""
     source = f"{MINISTRAL}Attention.forward"
-    turned, key = rotated(tape, query, key, block, source=source)
-    return op.scaled_by_position(tape, turned, source), key
+    with_positions, key = rotated(tape, query, key, block, source=source)
+    return op.scaled_by_position(tape, with_positions, source), key
 
 
 _MINISTRAL_ATTENTION = Attention(f"{MINISTRAL}Attention.forward", rotated=_rotated_and_scaled)

@@ -1,6 +1,6 @@
 """Llama 4 (Scout, Maverick), the text: three layers with attention in chunks, then one of full attention without positions.
 
-Positions are complex products in fp32. Scout normalises turned queries and keys, without a weight. Every token passes through all
+Positions are complex products in fp32. Scout normalises rotated queries and keys, without a weight. Every token passes through all
 experts, scaled by its router's score, which is 0 for experts that it does not visit; so the experts' input has E copies of the
 tokens. In Maverick every second layer has a dense MLP.
 """
@@ -62,10 +62,10 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     key = op.linear(tape, normal, k, Site("k projection", ATTENTION, Module.K), bias=bias)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
     positions: tuple[Store, ...] = ()
-    if block.unturned:
+    if block.without_rotary:
         query, positions = _tempered(tape, query)
     else:
-        query, key = _turned(tape, query, key)
+        query, key = _with_positions(tape, query, key)
         if block.head_norms:
             query, key = _normed(tape, query, "queries", a), _normed(tape, key, "keys", k_d)
     context, weights = block.attend(tape, Heads(query, key, value, block.grouped, block.one_key))
@@ -75,19 +75,19 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made, weights)
 
 
-def _turned(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
+def _with_positions(tape: Tape, query: Value, key: Value) -> tuple[Value, Value]:
     """Return queries and keys times complex numbers of length 1, in fp32; variables hold every step until both are done."""
     bare = query, key
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for one, name in ((query, "queries"), (key, "keys"))]
-    turned = [
-        op.run(tape, one, f"{name}, turned", ROTARY, gradient=f"gradient of the {name}")
+    with_positions = [
+        op.run(tape, one, f"{name}, rotated", ROTARY, gradient=f"gradient of the {name}")
         for one, name in zip(wide, ("queries", "keys"), strict=True)
     ]
     made = [
-        op.cast(tape, one, own.dtype, Site(f"turned {name}", ROTARY))
-        for one, own, name in zip(turned, bare, ("queries", "keys"), strict=True)
+        op.cast(tape, one, own.dtype, Site(f"rotated {name}", ROTARY))
+        for one, own, name in zip(with_positions, bare, ("queries", "keys"), strict=True)
     ]
-    tape.release(*wide, *turned, *bare)
+    tape.release(*wide, *with_positions, *bare)
     return made[0], made[1]
 
 

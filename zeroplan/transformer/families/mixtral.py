@@ -1,6 +1,7 @@
 """Mixtral, Qwen3-MoE, OLMoE and MiniMax-M2: a router, and experts on this rank or spread over several."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 from zeroplan.spec.family import TRAITS
@@ -35,15 +36,20 @@ def mlp(tape: Tape, normal: Value, block: Block) -> Value:
         from zeroplan.transformer.families.looped_experts import looped_experts  # noqa: PLC0415  only adapters need it
 
         return looped_experts(tape, normal, block.training, block.looped)
-    with tape.owning(leaf=True):
+    with nullcontext() if block.family in _GATHERED_APART else tape.owning(leaf=True):
         narrowed = not TRAITS[block.family].routes_in_32_bits
         sigmoid, divided = block.family == "minimax_m2", block.family != "olmoe"
-        routing = router(tape, normal, narrowed=narrowed, sigmoid=sigmoid, divided=divided)
+        with tape.owning(leaf=True):
+            routing = router(tape, normal, narrowed=narrowed, sigmoid=sigmoid, divided=divided)
         made = routed_experts(tape, normal, routing.weights, block)
         tape.drop(routing.indices)
         tape.release(routing.weights, routing.logits)
     return own_share(tape, made, "output of the MLP") if block.sharded else made
 
+
+#: Families whose MLP is no leaf module of DeepSpeed's, so that router and experts are gathered one after the other (DeepSpeed
+#: 0.19.8, runtime/zero/leaf_module_config.py).
+_GATHERED_APART = ("olmoe", "minimax_m2")
 
 _OLMOE_ATTENTION = Attention(f"{OLMOE}, OlmoeAttention.forward", norm=LLAMA_NORM, norm_at_once=True, norm_over_heads=True)
 _MINIMAX_ATTENTION = Attention(

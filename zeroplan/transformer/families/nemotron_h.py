@@ -73,7 +73,7 @@ def _module(tape: Tape, normal: Value, block: Block) -> Attended:
         return Attended(_moe(tape, normal, block))
     if block.is_mlp:
         return Attended(_mlp(tape, normal, f, "", MLP))
-    return _ATTENTION.run(tape, normal, block._replace(unturned=True))
+    return _ATTENTION.run(tape, normal, block._replace(without_rotary=True))
 
 
 def _mlp(tape: Tape, normal: Value, width: Size, prefix: str, source: str) -> Value:

@@ -34,7 +34,7 @@ def _rotated(tape: Tape, query: Value, key: Value, block: Block) -> Rotated:
     copies = (tape.make(op.TENSOR, "rotary cos and sin, cast", 2 * e * s * d, CAST),) if block.casts_inputs else ()
     tape.history.input_copies += copies
     bare = [
-        op.rotary(tape, one, Site(f"{name}, turned", ATTENTION), tables=tables, saved=copies)
+        op.rotary(tape, one, Site(f"{name}, rotated", ATTENTION), tables=tables, saved=copies)
         for one, name in ((query, "queries"), (key, "keys"))
     ]
     made = (

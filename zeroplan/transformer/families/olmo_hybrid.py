@@ -113,6 +113,6 @@ _MODULES = (
 )  # fmt: skip
 FAMILIES = {
     "olmo_hybrid": Definition(
-        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=lambda model: TABLES if model.turned else None
+        Program(_layer, LAYER, NORM), _tensors, _CONFIG, _MODULES, tables=lambda model: TABLES if model.rotary else None
     )
 }

@@ -615,20 +615,20 @@ def rotary(
     if "rope" in tape.mode.fused and part is None:
         return view(tape, value, site)
     dtype = wider(tape, value.dtype, tables)
-    turned_part = value.shape if part is None else part
-    direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * turned_part, site.source)
-    negative = tape.begin_brief(f"{site.name}, second half negated", ceil(value.dtype * turned_part, 2), site.source)
-    turned = tape.make(TEMPORARY, f"{site.name}, halves exchanged", value.dtype * turned_part, site.source)
+    rotary_part = value.shape if part is None else part
+    direct = tape.make(TEMPORARY, f"{site.name} times cos", dtype * rotary_part, site.source)
+    negative = tape.begin_brief(f"{site.name}, second half negated", ceil(value.dtype * rotary_part, 2), site.source)
+    with_positions = tape.make(TEMPORARY, f"{site.name}, halves exchanged", value.dtype * rotary_part, site.source)
     tape.end_brief(negative)
-    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", dtype * turned_part, site.source)
-    tape.drop(turned)
+    times_sin = tape.make(TEMPORARY, f"{site.name} times sin", dtype * rotary_part, site.source)
+    tape.drop(with_positions)
     made = tensor(tape, site.name, dtype, value.shape, site.source)
     tape.drop(direct, times_sin)
     read = tuple(Beside(f"rotary {one}", tables * s * per_token, brief=True) for one in ("cos", "sin"))
     own = () if tape.offloading else saved
     if tape.mode.sends_by:  # AutoModel, models/gpt_oss/rope_utils.py, apply_rotary_emb: narrow tables for each call
         own = (*own, tape.make(TENSOR, f"rotary cos and sin of the {site.name}", e * T * per_token, site.source))
-    backward = _turned_back(value, site, turned_part, dtype)
+    backward = _turned_back(value, site, rotary_part, dtype)
     tape.add(f"rotary positions of the {site.name}", (made,), own, backward, of=(value,), beside=read)
     tape.drop(*(one for one in own if tape.mode.sends_by and isinstance(one, Store)))
     return made

@@ -1,10 +1,11 @@
-"""Phi-1, Phi-1.5 and Phi-2: attention and MLP read one LayerNorm side by side, positions turn 32 elements of each head.
+"""Phi-1, Phi-1.5 and Phi-2: attention and MLP read one LayerNorm side by side, positions rotate 32 elements of each head.
 
 The head has a bias.
 """
 
 from zeroplan.expr import NOTHING
 from zeroplan.ledger import Module
+from zeroplan.spec.family import TRAITS
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.attention import Attended, Heads
@@ -21,8 +22,8 @@ from zeroplan.transformer.symbols import T, a, c, h, k, q, r, s, v
 PHI = "transformers 5.23, models/phi/modeling_phi.py"
 LAYER = f"{PHI}, PhiDecoderLayer.forward"
 ATTENTION = f"{PHI}, PhiAttention.forward"
-TURNED = 32
-"""Elements of each head that positions turn, in every published model."""
+ROTARY = TRAITS["phi"].rotary_width
+"""Elements of each head that positions rotate, in every published model."""
 
 
 def _layer(tape: Tape, given: Value, block: Block) -> Value:
@@ -44,22 +45,22 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     ]
     query, key, value = projected
     parts = [
-        op.slices(tape, one, (T * a * TURNED, T * (width - a * TURNED)), Site(f"parts of the {name}", ATTENTION))
+        op.slices(tape, one, (T * a * ROTARY, T * (width - a * ROTARY)), Site(f"parts of the {name}", ATTENTION))
         for one, width, name in ((query, q, "queries"), (key, k, "keys"))
     ]
-    turned = [
-        op.rotary(tape, bare, Site(f"turned part of the {name}", ATTENTION), per_token=NOTHING + TURNED)
+    with_positions = [
+        op.rotary(tape, bare, Site(f"rotated part of the {name}", ATTENTION), per_token=NOTHING + ROTARY)
         for (bare, _), name in zip(parts, ("queries", "keys"), strict=True)
     ]
     tape.release(*(bare for bare, _ in parts))
     query, key = (
         op.joined(tape, (first, rest), name, T * width, ATTENTION)
-        for first, (_, rest), name, width in zip(turned, parts, ("queries", "keys"), (q, k), strict=True)
+        for first, (_, rest), name, width in zip(with_positions, parts, ("queries", "keys"), (q, k), strict=True)
     )
     tape.release(*projected[:2])
     context, weights = block.attend(tape, Heads(query, key, value, block.grouped, block.one_key, joined=True))
     made = op.linear(tape, context, h, Site("output projection", ATTENTION, Module.O, layer="dense"), reads=c, bias=True)
-    tape.release(value, query, key, context, *turned, *(rest for _, rest in parts))
+    tape.release(value, query, key, context, *with_positions, *(rest for _, rest in parts))
     return Attended(made, weights)
 
 
@@ -84,5 +85,5 @@ _MODULES = (
     "input_layernorm", "self_attn", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.dense",
     "resid_dropout", "mlp", "mlp.fc1", "mlp.activation_fn", "mlp.fc2", "resid_dropout",
 )  # fmt: skip
-_TABLES = Tables(2 * r * s * TURNED, "rotary cos and sin, of a part of each head", f"{PHI}, PhiRotaryEmbedding.forward")
+_TABLES = Tables(2 * r * s * ROTARY, "rotary cos and sin, of a part of each head", f"{PHI}, PhiRotaryEmbedding.forward")
 FAMILIES = {"phi": Definition(Program(_layer, LAYER, LAYER_NORM), _tensors, _CONFIG, _MODULES, tables=_TABLES)}

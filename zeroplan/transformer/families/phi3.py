@@ -20,11 +20,11 @@ ATTENTION = f"{PHI3}Attention.forward"
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", ATTENTION, layer="qkv_proj"))
     query, key, value = op.slices(tape, joint, (T * q, T * k, T * v), Site("slices of q, k and v", ATTENTION))
-    turned = rotated(tape, query, key, block, source=ATTENTION)
+    with_positions = rotated(tape, query, key, block, source=ATTENTION)
     tape.release(query, key)
-    context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True, joint=True))
+    context, weights = block.attend(tape, Heads(*with_positions, value, block.grouped, block.one_key, joined=True, joint=True))
     made = op.linear(tape, context, h, Site("output projection", ATTENTION, layer="o_proj"), reads=c)
-    tape.release(joint, value, *turned, context)
+    tape.release(joint, value, *with_positions, context)
     return Attended(made, weights)
 
 

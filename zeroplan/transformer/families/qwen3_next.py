@@ -6,6 +6,7 @@ Qwen3.5 has a matrix for each input of linear attention, and models with a plain
 linear attention.
 """
 
+from contextlib import nullcontext
 from functools import partial
 
 from zeroplan.expr import NOTHING
@@ -213,15 +214,15 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     key = op.norm(tape, bare, "norm of the keys", NORM, weight=d, rows=T * k_d, place=Place(At.NORM, Module.K_NORM))
     tape.release(bare)
     value = op.linear(tape, normal, v, Site("v projection", ATTENTION, Module.V), bias=bias)
-    turned = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
+    with_positions = rotated(tape, query, key, block, source=ATTENTION, partly=(T * q_4, T * k_4, d_4))
     tape.release(query, key)
-    context, weights = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key, joined=True))
+    context, weights = block.attend(tape, Heads(*with_positions, value, block.grouped, block.one_key, joined=True))
     opened = op.pointwise(tape, gate, "sigmoid of the gate", ATTENTION, saves_result=True)
     gated_context = op.product(tape, context, opened, "gated attention, input of the output projection", ATTENTION)
     tape.release(context, opened)
     site = Site("output projection", ATTENTION, Module.O)
     made = op.linear(tape, gated_context, h, site, reads=c, bias=block.output_bias)
-    tape.release(gated_context, gate, value, *turned)
+    tape.release(gated_context, gate, value, *with_positions)
     return Attended(made, weights)
 
 
@@ -229,9 +230,15 @@ def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
 
 
 def _moe(tape: Tape, normal: Value, block: Block) -> Value:
-    """Run the MLP, or the gated shared expert and the routed experts. The routing tensors live until the module returns."""
+    """Run the MLP, or the module of the shared and the routed experts, which DeepSpeed gathers as one in Qwen2-MoE."""
     if not block.routed:
         return gated_mlp(tape, normal, block, MLP)
+    with tape.owning(leaf=True) if block.family == "qwen2_moe" else nullcontext():
+        return _routed_and_shared(tape, normal, block)
+
+
+def _routed_and_shared(tape: Tape, normal: Value, block: Block) -> Value:
+    """Run the gated shared expert and the routed experts. The routing tensors live until the module returns."""
     flat = op.view(tape, normal, Site("experts: their input", MOE))
     shared = gated_mlp(tape, flat, block, MOE, width=n * m, prefix="shared expert: ")
     routing = router(tape, flat, narrowed=True, divided=block.family != "qwen2_moe")

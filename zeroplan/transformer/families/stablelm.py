@@ -30,16 +30,16 @@ def _rotated(tape: Tape, query: Value, key: Value, _block: Block, *, held: list[
         op.slices(tape, one, (T * quarter, 3 * T * quarter), Site(f"parts of the {name}", ATTENTION))
         for one, name, quarter in ((query, "queries", q_4), (key, "keys", k_4))
     ]
-    turned = [
+    with_positions = [
         op.rotary(tape, rotating, Site(name, ATTENTION), per_token=d_4)
         for (rotating, _), name in zip(parts, ("queries", "keys"), strict=True)
     ]
     tape.release(*(rotating for rotating, _ in parts))
     query_whole, key_whole = (
         op.joined(tape, (one, rest), name, 4 * T * quarter, ATTENTION)
-        for one, (_, rest), name, quarter in zip(turned, parts, ("queries", "keys"), (q_4, k_4), strict=True)
+        for one, (_, rest), name, quarter in zip(with_positions, parts, ("queries", "keys"), (q_4, k_4), strict=True)
     )
-    held += (*turned, *(rest for _, rest in parts))
+    held += (*with_positions, *(rest for _, rest in parts))
     return query_whole, key_whole
 
 

@@ -259,7 +259,7 @@ def _segment_sum(tape: Tape, value: Value, n: Size, name: str) -> Value:
     of = f"gradient of the {name}"
     below = op.run(tape, spread, f"{name}: terms", SUM, shape=pairs, saved=(masks[0],), gradient=of)
     tape.release(spread)
-    total = op.run(tape, below, f"{name}: sums", SUM, gradient=of, beside=("gradient turned round and summed up", 8 * pairs))
+    total = op.run(tape, below, f"{name}: sums", SUM, gradient=of, beside=("gradient flipped and summed up", 8 * pairs))
     masked = op.run(tape, total, f"{name}: logarithms", SUM, saved=(masks[1],), gradient=of)
     tape.drop(*masks)
     tape.release(below, total)
@@ -276,7 +276,7 @@ def _inside(tape: Tape, given: _Chunked, block: Block) -> tuple[Value, ...]:
     several, single = block.chunks == "several", block.chunks == "single"
     summed = op.run(
         tape, given.decay, "decay, summed up within chunks", SCAN, gradient="gradient of the decay",
-        beside=("decay's gradient, turned round and summed up", 8 * FILLED * A),
+        beside=("decay's gradient, flipped and summed up", 8 * FILLED * A),
     )  # fmt: skip
     decays = _segment_sum(tape, given.decay, Q, "decay between tokens")
     copied = (not single, not single, False)

@@ -903,7 +903,8 @@ class Tape:
         elif self.place.at is At.ANYWHERE:
             self.place = Place(At.BETWEEN, self._last_linear)
         reached = self.alive_at_backward.setdefault(operator.module, tuple(self.alive))
-        self.before = {At.LINEAR: tuple(self.alive), At.WEIGHTING: reached}.get(self.place.at, ())
+        gathered = self.place.at in (At.LINEAR, At.HEAD, At.FINAL_NORM)
+        self.before = tuple(self.alive) if gathered else reached if self.place.at is At.WEIGHTING else ()
 
     def _done_with(self, operator: Operator, grad_outputs: list[Store]) -> tuple[Store, ...]:
         """Return the tensors to free: the operator's output gradients and its saved tensors, unless a second half needs them."""

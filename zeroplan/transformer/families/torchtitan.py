@@ -34,10 +34,10 @@ LOOKED_UP = f"{SINCE_0_3}/rope.py, _reshape_for_broadcast"
 def _attention(tape: Tape, normal: Value, block: Block) -> Attended:
     widths = ((q, "q projection"), (k, "k projection"), (v, "v projection"))
     query, key, value = (op.linear(tape, normal, width, Site(name, ATTENTION)) for width, name in widths)
-    turned = _rotated(tape, query, key)
+    with_positions = _rotated(tape, query, key)
     tape.release(query, key)
-    context, _ = block.attend(tape, Heads(*turned, value, block.grouped, block.one_key))
-    tape.release(*turned, value)
+    context, _ = block.attend(tape, Heads(*with_positions, value, block.grouped, block.one_key))
+    tape.release(*with_positions, value)
     made = op.linear(tape, context, h, Site("output projection", ATTENTION), reads=c)
     tape.release(context)
     return Attended(made)
@@ -48,11 +48,11 @@ def _attention_since_0_3(tape: Tape, normal: Value, block: Block) -> Attended:
     query, key, value = op.copies(tape, joint, (("queries", T * q), ("keys", T * k), ("values", T * v)), QKV)
     tape.release(joint)
     positions = tape.make(op.TENSOR, "rotations of the tokens' positions, complex numbers", 4 * T * d, LOOKED_UP)
-    turned = _rotated(tape, query, key, positions)
+    with_positions = _rotated(tape, query, key, positions)
     tape.drop(positions)
     tape.release(query, key)
-    context, _ = flex(tape, Heads(*turned, value, block.grouped, block.one_key))
-    tape.release(*turned, value)
+    context, _ = flex(tape, Heads(*with_positions, value, block.grouped, block.one_key))
+    tape.release(*with_positions, value)
     made = op.linear(tape, context, h, Site("output projection", f"{SINCE_0_3}/attention.py, GQAttention.forward"), reads=c)
     tape.release(context)
     return Attended(made)
@@ -66,20 +66,20 @@ def _rotated(tape: Tape, query: Value, key: Value, rotations: Store | None = Non
     frees, names = tape.mode.rotary is not None, ("queries", "keys")
     conjugate = 4 * s * d if rotations is None else 4 * T * d
     wide = [op.cast(tape, one, 4, Site(name, ROTARY)) for one, name in zip((query, key), names, strict=True)]
-    turned, narrow = list[Value](), list[Value]()
+    with_positions, narrow = list[Value](), list[Value]()
     for one, name in zip(wide, names, strict=True):
-        turned.append(
+        with_positions.append(
             op.run(
-                tape, one, f"{name}, turned, fp32", ROTARY, dtype=4,
+                tape, one, f"{name}, rotated, fp32", ROTARY, dtype=4,
                 gradient=f"gradient of the {name}, fp32", beside=("conjugate rotations", conjugate),
                 saved=() if rotations is None else (rotations,),
             )
         )  # fmt: skip
         tape.release(*((one,) if frees else ()))
-    for one in turned:
-        narrow.append(op.cast(tape, one, query.dtype, Site("queries or keys, turned", ROTARY)))
+    for one in with_positions:
+        narrow.append(op.cast(tape, one, query.dtype, Site("queries or keys, rotated", ROTARY)))
         tape.release(*((one,) if frees else ()))
-    tape.release(*(() if frees else (*wide, *turned)))
+    tape.release(*(() if frees else (*wide, *with_positions)))
     return narrow[0], narrow[1]
 
 

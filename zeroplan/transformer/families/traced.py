@@ -283,7 +283,7 @@ def structure_of(
         whole_sequences=compute.whole_sequences,
         recompute=compute.recompute if apart else "none",
         chunks="single" if single else _chunks(kind, one=masked),
-        release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False),
+        release=compute.release._replace(wide_logits=False, shifts_logits=False, reentrant=False, wide_routers=False),
         is_fp16=compute.is_fp16,
         fused=tuple(one for one in compute.fused if one not in _ELSEWHERE and (one != LINEAR_KERNELS or kind in WITH_STATES)),
         offloaded=compute.offloaded and compute.recompute == "none",
@@ -303,14 +303,14 @@ def _with_images(block: Block, model: ModelSpec, kind: str, compute: Compute) ->
 
 def _with_heads(block: Block, model: ModelSpec, kind: str, x: Widths, compute: Compute) -> Block:
     """Return the structure with that of its heads."""
-    mla, unturned = model.mla, kind == "global" and TRAITS[model.family].unturned
+    mla, without_rotary = model.mla, kind == "global" and TRAITS[model.family].global_without_rotary
     return block._replace(
         head_size=head_size(max(x.head_dim, x.context // x.heads)),
         compressed=mla is not None and mla.q_lora_rank is not None,
         one_size=mla is not None and x.context == x.query,
         alone=model.family == "bloom" and model.num_hidden_layers == 1,
         head_norms=model.head_norms,
-        unturned=not model.turned or unturned,
+        without_rotary=not model.rotary or without_rotary,
         filled=compute.kernels == "cuda" and x.element == 2 and x.head_dim % 8 != 0,
         keys_are_values=kind == "global" and model.global_head_dim > 0 and model.per_layer is None,
         own=_own_keys(model, kind, compute),

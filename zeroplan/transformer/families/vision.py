@@ -49,7 +49,7 @@ def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     """Run attention with one joint q, k and v projection. The values stay a view of its result, which therefore stays alive."""
     joint = op.linear(tape, normal, (q + k + v), Site("joint q, k and v projection", _ATTENTION, Module.Q), bias=True)
     parts = op.chunk(tape, joint, (T * q, T * k, T * v), Site("parts q, k and v", _ATTENTION))
-    query, key = _turned(tape, parts[0], parts[1], block)
+    query, key = _with_positions(tape, parts[0], parts[1], block)
     context, _ = block.attend(tape, Heads(query, key, parts[2], grouped=False, one_key=False, joint=True))
     whole = context
     if block.attention != "flash":
@@ -59,7 +59,7 @@ def _joint_attention(tape: Tape, normal: Value, block: Block) -> Attended:
     return Attended(made)
 
 
-def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, Value]:
+def _with_positions(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, Value]:
     """Return queries and keys with rotary positions, computed in fp32.
 
     If the engine casts the position tables, every block converts them back to fp32.
@@ -70,9 +70,9 @@ def _turned(tape: Tape, query: Value, key: Value, block: Block) -> tuple[Value, 
         tables = tuple([tape.make(TENSOR, f"rotary {name} in fp32", _table(), _ROTARY) for name in ("cos", "sin")])
     made = []
     for one, name in zip(wide, ("queries", "keys"), strict=True):
-        turned = op.rotary(tape, one, Site(f"turned {name}", _ROTARY), tables=4, saved=tables, per_token=d)
-        made.append(op.cast(tape, turned, e, Site(f"turned {name} in the compute dtype", _ROTARY)))
-        tape.release(turned)
+        with_positions = op.rotary(tape, one, Site(f"rotated {name}", _ROTARY), tables=4, saved=tables, per_token=d)
+        made.append(op.cast(tape, with_positions, e, Site(f"rotated {name} in the compute dtype", _ROTARY)))
+        tape.release(with_positions)
     tape.release(*wide)
     tape.drop(*tables)
     return made[0], made[1]
@@ -166,7 +166,7 @@ def _structure(vision: VisionSpec, compute: Compute, x: Widths, training: Traini
         casts_inputs=compute.casts_inputs,
         training=training,
         recompute=compute.recompute if training is not None and vision.is_recomputed else "none",
-        unturned=True,
+        without_rotary=True,
     )
 
 

@@ -26,7 +26,7 @@ from zeroplan.verify.watching.extend import NotAlikeError, extended
 from zeroplan.verify.watching.host import HostMemory
 from zeroplan.verify.watching.recording import Recording
 from zeroplan.verify.watching.replay import Replays
-from zeroplan.verify.watching.timeline import Timeline, collectives, initialisation, steps_measured
+from zeroplan.verify.watching.timeline import Timeline, collectives, first_micro_batches, initialisation, steps_measured
 from zeroplan.verify.watching.tracker import Tracker
 
 _FEW_LAYERS = 4
@@ -80,6 +80,7 @@ def simulate(
         rank=rank,
         environment=environment(),
         initialisation=initialisation(timeline),
+        first_micro_batches=first_micro_batches(timeline),
         steps=steps_measured(timeline),
         collectives=collectives(recording),
         allocator=replays.measured(

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from zeroplan.verify.fake_cuda.choices import BY_VALUES, ON_THE_HOST, choice, counts
 from zeroplan.verify.fake_cuda.exchanged import NAMESPACES, exchange
 from zeroplan.verify.fake_cuda.known_values import Sure, forget, how_sure, keep, known
-from zeroplan.verify.fake_cuda.letters import Mail, carry
+from zeroplan.verify.fake_cuda.sent_values import Messages, carry
 from zeroplan.verify.fake_cuda.stand_ins import StandIns
 from zeroplan.verify.fake_parts.fake_mode import QuickFakes
 from zeroplan.verify.nested import device_of
@@ -65,9 +65,9 @@ class _Values(NamedTuple):
 class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves its modes untyped
     """The mode of a script's process: fake on the GPU, half fake on the host."""
 
-    def __init__(self, stand_ins: StandIns, *, imbalance: float = 1.0, mail: Mail[Any] | None = None) -> None:
+    def __init__(self, stand_ins: StandIns, *, imbalance: float = 1.0, messages: Messages[Any] | None = None) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._stand_ins, self._imbalance, self._mail = stand_ins, imbalance, mail
+        self._stand_ins, self._imbalance, self._messages = stand_ins, imbalance, messages
 
     @property
     def avoid_device_init(self) -> bool:
@@ -90,8 +90,8 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
         if (read := _READ.get(func)) is not None:
             return read(self, *args[:2])
         if not fake and _is_host(device) and _runs_for_real(func, args, options, tensors):
-            if self._mail is not None:
-                carry(self._mail, func, args)
+            if self._messages is not None:
+                carry(self._messages, func, args)
             return func(*args, **options)
         if not tensors and device is not None and device.type == "cuda" and _is_whole(func, args, options):
             return self._made_on_the_gpu(func, types, args, options)
@@ -163,7 +163,7 @@ class HalfFakes(QuickFakes):  # type: ignore[no-untyped-call]  # torch leaves it
     def _exchanged(self, func: OpOverload, types: Sequence[type], args: Sequence[object], options: Options) -> object:
         """Run a collective on shapes, and set the integers that it fills."""
         result = self._plain(func, types, args, options)
-        if self._mail is not None and carry(self._mail, func, args):
+        if self._messages is not None and carry(self._messages, func, args):
             return result
         if exchange(func, args, result, self._imbalance):
             self._stand_ins.note_choice(Sure.EXCHANGED, sized=True)

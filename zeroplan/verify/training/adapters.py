@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from zeroplan.errors import MeasurementError
 from zeroplan.spec.adapter import FIRST, ROUTER, SECOND, AdapterSpec
 from zeroplan.spec.recipe import RecipeSpec
 
@@ -33,6 +34,8 @@ def _adapted(
 ) -> nn.Module:  # fmt: skip
     from peft import LoraConfig, get_peft_model  # noqa: PLC0415  takes seconds
 
+    if adapter.automodel:
+        raise MeasurementError("verify builds peft's adapters, and none of NeMo AutoModel's; dry-run one of its recipes")
     if adapter.quantize != "none":
         _quantise(model, adapter, recipe)
     parameters = [name for name in adapter.layers_in(family) if name in (FIRST, SECOND, ROUTER)]

@@ -93,7 +93,7 @@ def _of_one_family(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "falcon":
         made["new_decoder_architecture"] = spec.num_key_value_heads > 1
     if spec.family == "phi":
-        made["partial_rotary_factor"] = TRAITS["phi"].turned_width / spec.head_dim
+        made["partial_rotary_factor"] = TRAITS["phi"].rotary_width / spec.head_dim
     if spec.family == "minimax_m2":
         made["rotary_dim"] = spec.head_dim // 2
     if spec.family == "gemma4_text":
@@ -134,7 +134,7 @@ def _linear(spec: ModelSpec) -> dict[str, object]:
     fields = () if spec.linear is None else (*LINEAR_FIELDS, *(("chunk_size",) if spec.layer_pattern else ()))
     named = {field: keys.get(f"linear_{field}", (f"linear_{field}",))[0] for field in fields}
     own = {name: getattr(spec.linear, field) for field, name in named.items()}
-    if spec.family == "olmo_hybrid" and not spec.turned:
+    if spec.family == "olmo_hybrid" and not spec.rotary:
         own["rope_parameters"] = {"rope_type": "default", "rope_theta": None}
     if spec.moe is None or spec.family not in WIDE_SHARED_EXPERTS:
         return own
@@ -167,7 +167,7 @@ def _with_states(spec: ModelSpec) -> dict[str, object]:
     if spec.family == "bamba":
         return {**expand, "attn_layer_indices": [layer for layer, letter in enumerate(spec.letters) if letter == "*"]}
     dense = {"num_local_experts": 0, "intermediate_size": spec.intermediate_size} if spec.moe is None else {}
-    return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.turned else None}
+    return {**expand, **dense, "layer_types": kinds, "position_embedding_type": "rope" if spec.rotary else None}
 
 
 def _of_kimi(spec: ModelSpec) -> dict[str, object]:

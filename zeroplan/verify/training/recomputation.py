@@ -67,14 +67,14 @@ def every_second_product() -> Policy:
         if operator is _PRODUCT:
             seen[context.is_recompute] += 1
             return _KEEP if seen[context.is_recompute] % 2 else _AGAIN
-        return _KEEP if operator in _DEAR else _AGAIN
+        return _KEEP if operator in _COSTLY else _AGAIN
 
     return policy
 
 
 _KEEP, _AGAIN = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
 _PRODUCT = torch.ops.aten.mm.default
-_DEAR = frozenset({
+_COSTLY = frozenset({
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # torch prefers it on Hopper and later

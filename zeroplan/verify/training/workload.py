@@ -124,6 +124,14 @@ def _refuse_what_cannot_run(recipe: RecipeSpec, *, on_gpu: bool) -> None:
         )
     if recipe.loss == "chunked" and recipe.engine != "fsdp2":
         raise MeasurementError("loss 'chunked' runs its own backward, which only fsdp2 supports; use loss 'full'")
+    if recipe.ddp.compiled:
+        raise MeasurementError(
+            "verify does not compile the model; leave ddp.compiled out, or dry-run a script that compiles it"
+        )
+    if recipe.inputs_in_flight:
+        raise MeasurementError(
+            "verify offloads activations without streams of copies; leave inputs_in_flight out, or dry-run torchtune's script"
+        )
 
 
 def store_as(module: nn.Module, dtype: torch.dtype) -> None:

@@ -101,6 +101,18 @@ def initialisation(timeline: Timeline) -> PhaseMeasured:
     return phase_measured(timeline, Phase.INIT, [index for index in range(first) if spans[index].phase is Phase.INIT])
 
 
+def first_micro_batches(timeline: Timeline) -> PhaseMeasured | None:
+    """The peak of the first step's forward and backward passes; None if those of the last step have the same peak."""
+    spans, last = timeline.recording.spans, timeline.recording.last_step
+    passes = [index for index, span in enumerate(spans) if span.phase in (Phase.FORWARD, Phase.BACKWARD)]
+    early = [index for index in passes if spans[index].step == 0]
+    if not early:
+        return None
+    found = phase_measured(timeline, Phase.FIRST, early)
+    later = max(timeline.peak(index)[0] for index in passes if spans[index].step == last)
+    return None if found.peak_bytes == later else found
+
+
 def steps_measured(timeline: Timeline) -> tuple[StepMeasured, ...]:
     """The figures of every step of a recording."""
     steps = sorted({span.step for span in timeline.recording.spans if span.phase is Phase.STEP})

@@ -14,7 +14,6 @@ Source: DeepSpeed 0.19.8, ``runtime/zero/partitioned_param_coordinator.py``, ``r
 
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 from zeroplan.engines.deepspeed.notes import (
@@ -34,7 +33,7 @@ from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Bool, Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.recipe import RecipeSpec
-from zeroplan.trace import Entry, Trace, highest_of
+from zeroplan.trace import Entry, Trace, highest_of, totals_of
 from zeroplan.weights import ONE_POOL
 
 
@@ -126,17 +125,9 @@ class _Peak(NamedTuple):
 
 def _peak(moments: Sequence[Entry]) -> _Peak | None:
     """Return the peak of a single job's moments; None for columns."""
-    keys = [tuple(map(id, entry.alive)) for entry in moments]
-    groups = dict(zip(chain.from_iterable(keys), chain.from_iterable([entry.alive for entry in moments]), strict=True))
-    totals, others = dict[int, Int](), dict[int, Int]()
-    for known, lines in groups.items():
-        total: Int = 0
-        gathered: Int = 0
-        for kind, n_bytes, *_ in lines:
-            total = total + n_bytes
-            gathered = gathered + n_bytes if kind is Kind.GATHER else gathered
-        totals[known], others[known] = total, total - gathered
-    if not set(map(type, totals.values())) <= {int}:
-        return None
-    highest, beside = (max([sum(map(each.__getitem__, key)) for key in keys]) for each in (totals, others))
-    return _Peak(int(highest), int(beside))
+    found = totals_of(moments, total_bytes, _beside_gathered)
+    return None if found is None else _Peak(*map(max, found))
+
+
+def _beside_gathered(lines: tuple[Line, ...]) -> Int:
+    return total_bytes(tuple([line for line in lines if line.kind is not Kind.GATHER]))

@@ -82,8 +82,9 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
     if not notes:
         return trace.past_head
     made = flush.made + (trace.tied_head if notes is trace.head_notes else 0)
-    note = next((note for note in notes if note.made >= made), notes[-1])
-    return note.handing if note.made == made else note.during
+    at = next((at for at, note in enumerate(notes) if note.made >= made), len(notes) - 1)
+    note, before = notes[at], notes[at - 1].made if at else 0
+    return note.during - min(max(made - before, 0), note.during - note.handing)
 
 
 def is_all_reduced(options: DeepSpeedOptions, flush: Flush) -> bool:
@@ -107,14 +108,30 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
     quantized = job.recipe.deepspeed.zero_quantized_gradients
     if quantized:
         copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))
+    copy = Line(
+        Kind.REDUCE,
+        job.element * copied,
+        "copy of the bucket that is reduce-scattered",
+        unless_zero(copied, copy_formula),
+        _SCATTER,
+    )
+    to_host = on_the_way(job, flush)
     return (
         gradient_line(job, held + flush.arriving, "gradient that does not fit into the bucket"),
-        Line(Kind.REDUCE, job.element * copied, "copy of the bucket that is reduce-scattered",
-             unless_zero(copied, copy_formula), _SCATTER),
         Line(kind, cast, "reduced gradients cast to fp32", unless_zero(cast, cast_formula), _CAST),
         *((quantized_line(job.recipe, flush, job.n_ranks, element=job.element, kept=job.kept),) if quantized else ()),
-        *on_the_way(job, flush),
-    )  # fmt: skip
+        *((copy, *to_host) if job.kept == job.element else _one_by_one(copy, to_host)),
+    )
+
+
+def _one_by_one(copy: Line, to_host: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return the larger of two memories as lines: the cast to fp32 replaces the copy before a gradient goes to the host."""
+    if not to_host:
+        return (copy,)
+    is_copy = copy.n_bytes > total_bytes(to_host)
+    sizes = [where(is_copy == (line is copy), line.n_bytes, 0) for line in (copy, *to_host)]
+    lines = zip((copy, *to_host), sizes, strict=True)
+    return tuple([line._replace(n_bytes=size, formula=unless_zero(size, line.formula)) for line, size in lines])
 
 
 @lru_cache(maxsize=4096)

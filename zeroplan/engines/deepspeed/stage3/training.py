@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zeroplan.engines.collecting import operators_below
 from zeroplan.engines.deepspeed.adapted import highest_places
-from zeroplan.engines.deepspeed.buckets import unreduced_elements
+from zeroplan.engines.deepspeed.buckets import unreduced_elements, waiting_elements
 from zeroplan.engines.deepspeed.infinity import swaps_optimizer
 from zeroplan.engines.deepspeed.notes import Gathered, Note, rising
 from zeroplan.engines.deepspeed.running import gradient_counts, running_lines
@@ -21,6 +21,7 @@ from zeroplan.engines.passes import (
     Passes,
     checkpoint_beside,
     flowing_at_embedding,
+    incoming_gradient,
     kept_before,
     kept_by_all,
     operators_of,
@@ -132,24 +133,46 @@ class Training:
         trace, these, job = self.trace, self.these, self.job
         trace.hold("kept")
         trace.hold("output", *these.output)
+        at_before = -1
         for point in these.head.points:
             first = point.gradients == point.current_gradient
             tied = self.tied if point.gradients and not first else ()
             made = gradient_line(job, point.current_gradient, "gradient just made")
             trace.hold("kept", *kept_by_all(these))
-            beside = (made, *tied, *self._unreduced_before(point))
-            self._at(f"backward of the {point.name}", Phase.BACKWARD, self._held_at_head(point), point.lines, beside)
+            beside = (*tied, *self._unreduced_before(point))
+            at, held = self._place_at_head(point), self._held_at_head(point)
+            if at > at_before and self._gathers_apart:
+                self._gather_at_head(point, self.gathered.head[at], held, beside)
+            at_before = at
+            self._at(f"backward of the {point.name}", Phase.BACKWARD, held, point.lines, (made, *beside))
             if first and point.gradients and not self.gathered.head_notes:
                 self._past_head(point.gradients)
+
+    @property
+    def _gathers_apart(self) -> bool:
+        """Whether the tensors alive while head and final norm are gathered for their backward are known."""
+        return self.job.recipe.loss == "full" and not self.gathered.head_notes
+
+    def _gather_at_head(self, point: BackwardPoint, gathering: int, held: int, beside: Lines) -> None:
+        """Write the gather before a point of loss, head or final norm has made anything."""
+        head, at_loss = self.these.head, point.place.at is At.LOSS
+        if gathering > held and (at_loss or point.before):
+            lines = (*head.saved, *head.loss) if at_loss else point.before
+            self._at(f"gathered for the backward of the {point.name}", Phase.BACKWARD, gathering, lines, beside)
+
+    def _place_at_head(self, point: BackwardPoint) -> int:
+        """Return the index of a point in the trace's figures of the head."""
+        if self.gathered.modules:
+            return _OF_HEAD[point.place.at]
+        return 0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2
 
     def _held_at_head(self, point: BackwardPoint) -> int:
         gathered = self.gathered
         if gathered.head_notes:
             return _held(gathered.head_notes, point.gradients, point.current_gradient, ahead=False, apart=False)
-        if gathered.modules:
-            at = _OF_HEAD[point.place.at]
-        else:
-            at = 0 if not point.gradients else 1 if point.gradients == point.current_gradient else 2
+        at = self._place_at_head(point)
+        if self._gathers_apart:
+            return gathered.head_runs[at]
         return max(gathered.head_runs[at], gathered.head[at] - point.current_gradient)
 
     def _unreduced_before(self, point: BackwardPoint) -> Lines:
@@ -184,6 +207,7 @@ class Training:
     def block_backward(self, one: KindPass) -> None:
         """Write each point, and the gather of the experts before their first point."""
         experts = next((point.gradients for point in one.block.points if point.place.at is At.WEIGHTING), None)
+        self._gather_again(one)
         for point in one.block.points:
             before = point.gradients - point.current_gradient
             weighting = point.place.at is At.WEIGHTING
@@ -196,6 +220,19 @@ class Training:
                 self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
             if weighting:
                 self._gather_experts(one, point)
+
+    def _gather_again(self, one: KindPass) -> None:
+        """Write the gathers of a recomputation, with what it has saved until then."""
+        if one.recompute != "full":
+            return
+        makers, incoming = [line.tag.module.value for line in one.block.saved], incoming_gradient(self.these)
+        waits = tuple([self._waiting_elements(block) for block in one.blocks])
+        for comes, block, held in _highest_again(self.gathered, one.blocks, waits):
+            made = next((at for at, maker in enumerate(makers) if maker in comes), len(makers)) if comes else 0
+            self._enter(block)
+            beside = (*self._waiting(block, _NOWHERE), *self.tied, *staying_lines(self.job, block, 0))
+            lines = (incoming, *one.block.saved[:made])
+            self._at("gathered for a block's recomputation", Phase.BACKWARD, held, lines, beside)
 
     def _is_lower(self, block: int, held: int, at: _Place) -> bool:
         """Whether an early micro-batch has no more alive at a point than a later one."""
@@ -223,9 +260,9 @@ class Training:
     def _gather_experts(self, one: KindPass, first: BackwardPoint) -> None:
         """Write the gather of experts for their backward, before its ``first`` point has made anything."""
         made = first.gradients
-        at = made, _GATHERING, True, True
-        for block, held in self._with_ends(one, _highest_blocks(self.gathered, one.blocks, at), at):
-            waits = self._waiting(block, _NOWHERE._replace(gradients=made))
+        at, point = (made, _GATHERING, True, True), _NOWHERE._replace(gradients=made)
+        for block, held in self._highest(one, at, point):
+            waits = self._waiting(block, point)
             self._enter(block)
             beside = (*waits, *self.tied, *staying_lines(self.job, block, made))
             self._at("experts gathered for their backward", Phase.BACKWARD, held, first.before, beside)
@@ -236,6 +273,12 @@ class Training:
         if job.recipe.deepspeed.contiguous_gradients:
             return (waiting(job.buckets, job.element, block, point.gradients, point.current_gradient),)
         return (gradient_line(job, self._unreduced(block, point), "gradients that wait to be reduced"),)
+
+    def _waiting_elements(self, block: int) -> int:
+        """Return the elements of gradients of later blocks that wait outside the bucket when a block's backward begins."""
+        if self.job.recipe.deepspeed.contiguous_gradients:
+            return waiting_elements(self.job.buckets, block, 0)[0]
+        return self._unreduced(block, _NOWHERE)
 
     def _unreduced(self, block: int, point: BackwardPoint) -> int:
         """Return the elements of gradients that wait outside any bucket. A tied head's waits for the embedding's first."""
@@ -263,7 +306,8 @@ class Training:
         trace.hold("kept")
         elements, flowing = embedding_elements(job.whole), (flowing_at_embedding(self.these), *head.below_blocks)
         embedding = gradient_line(job, elements, "gradient of the embedding", embedding_symbol(job.whole) if elements else "")
-        waits = () if job.recipe.deepspeed.contiguous_gradients else self._waiting(-1, _NOWHERE)
+        below = sum([made for _, made in operators_below(job.whole)[:-1]])
+        waits = self._waiting(-1, _NOWHERE._replace(gradients=below))
         gradients, stay, end = (*waits, embedding, *self.tied), staying_lines(job, -1, -1), self.gathered.end
         for operator, point in operators_of(self.these, operators_below(job.whole)) if head.below else ():
             note = self.gathered.below[operator]
@@ -285,6 +329,24 @@ class Training:
 def _highest_forward(gathered: Gathered, blocks: tuple[int, ...], *, before_experts: bool = False) -> _Highest:
     most = gathered.before_experts if before_experts else gathered.forward
     return rising(blocks, most.__getitem__)
+
+
+@lru_cache(maxsize=256)
+def _highest_again(
+    gathered: Gathered, blocks: tuple[int, ...], waits: tuple[int, ...]
+) -> tuple[tuple[frozenset[str], int, int], ...]:  # fmt: skip
+    """Return the gathers of recomputations that take more than every later one: the modules to come, the block, the elements.
+
+    Before the first module nothing is to come. ``waits``: the elements of gradients that wait when each block begins.
+    """
+    names, beside = [name for name, _ in gathered.again[blocks[-1]]], dict(zip(blocks, waits, strict=True))
+    chosen, most = list[tuple[frozenset[str], int, int]](), 0
+    for at in range(len(names) - 1, -1, -1):
+        comes = frozenset(names[at:]) if at else frozenset[str]()
+        highest = rising(blocks, {block: gathered.again[block][at][1] + beside[block] for block in blocks}.__getitem__)
+        chosen += [(comes, block, held - beside[block]) for block, held in highest if held > most]
+        most = max(most, highest[-1][1])
+    return tuple(chosen)
 
 
 @lru_cache(maxsize=4096)

@@ -39,7 +39,7 @@ ENCODED = "output of the encoder"
 def attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     """``SelfAttention.forward``: queries, keys and values, core attention, and the output projection."""
     joint = _joint(tape, normal, structure)
-    if structure.local and structure.latent == "no" and (structure.turned or structure.head_norms or structure.grouped):
+    if structure.local and structure.latent == "no" and (structure.rotary or structure.head_norms or structure.grouped):
         context = _attended_locally(tape, joint, structure)
     else:
         context = run_again(tape, joint, structure) if structure.again else core(tape, joint, structure)
@@ -96,7 +96,7 @@ def _heads(tape: Tape, joint: Value, structure: Layer) -> Value:
     """Queries, keys and values as the kernel reads them. Head norms, positions and FlashAttention's layout make copies."""
     if structure.head_norms:
         joint = _normal_heads(tape, joint)
-    if not (structure.turned or structure.attention == "flash"):
+    if not (structure.rotary or structure.attention == "flash"):
         return joint
     tables, beside = _by_torch(tape, structure)
     site, of = Site("layout of queries, keys and values", LAYOUT), "their gradient, joined"
@@ -111,7 +111,7 @@ def _by_torch(tape: Tape, structure: Layer) -> tuple[tuple[Store, ...], tuple[st
 
     In forward and backward, two products as large as the queries are alive beside the sum and its copy.
     """
-    if not (structure.turned and structure.torch_rotary):
+    if not (structure.rotary and structure.torch_rotary):
         return (), None
     products = "products of queries with cosines and sines", 2 * e * T_m * q_r
     tape.temporary(*products, ROTARY)
@@ -139,8 +139,8 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
     if structure.head_norms:
         query = _norm_of_heads(tape, query, "the queries' norm", T_m * a_r)
         keys = _norm_of_heads(tape, keys, "the keys' norm", T_m * a_k)
-    if structure.turned:
-        query, keys = (_turned(tape, one, what) for one, what in ((query, "queries"), (keys, "keys")))
+    if structure.rotary:
+        query, keys = (_with_positions(tape, one, what) for one, what in ((query, "queries"), (keys, "keys")))
     if structure.grouped:
         saved = (keys.store, values.store) if runs_core_again(structure) else ()
         keys, values = (
@@ -165,10 +165,10 @@ def _norm_of_heads(tape: Tape, value: Value, name: str, rows: Size) -> Value:
     return made
 
 
-def _turned(tape: Tape, value: Value, what: str) -> Value:
+def _with_positions(tape: Tape, value: Value, what: str) -> Value:
     """Rotary positions by torch's operators, which keep the cosines and sines."""
     tables, site = (f"cosines and sines of {what}", 2 * e * R_r), Site(f"positions of {what}", ROTARY)
-    made = op.run(tape, value, f"{what}, turned", site, keeps=(tables,), gradient=f"gradient of {what}")
+    made = op.run(tape, value, f"{what}, rotated", site, keeps=(tables,), gradient=f"gradient of {what}")
     tape.release(value)
     return made
 

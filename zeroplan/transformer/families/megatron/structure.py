@@ -44,7 +44,7 @@ class Layer(NamedTuple):
     """The compute dtype is fp32."""
     hidden_dropout: bool
     attention_dropout: bool
-    turned: bool
+    rotary: bool
     """Queries and keys have rotary positions."""
     head_norms: bool
     again: bool

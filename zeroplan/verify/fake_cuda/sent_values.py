@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroplan.verify.fake_cuda.known_values import Sure, await_values, how_sure, known
 from zeroplan.verify.replaced import put
 
-LetterT = TypeVar("LetterT")
+MessageT = TypeVar("MessageT")
 _MOST_ELEMENTS = 1 << 18
 """Larger tensors are sent without values: they hold no shapes, and seldom a micro-batch's ids or masks."""
 _KIND = "values"
@@ -26,23 +26,23 @@ _ON_THE_HOST: list[Callable[[], object]] = []
 """Functions that fill real tensors on the host with received values, called when the script waits."""
 
 
-class Mail(Protocol[LetterT]):
+class Messages(Protocol[MessageT]):
     """Carries messages between the ranks that run."""
 
     def send(self, to: int, group: Sequence[int], kind: str, content: bytes | None) -> None:
         """Send a message; without content, only count it."""
         ...
 
-    def expect(self, sender: int, group: Sequence[int], kind: str) -> LetterT:
+    def expect(self, sender: int, group: Sequence[int], kind: str) -> MessageT:
         """The next message from a rank."""
         ...
 
-    def read(self, letter: LetterT) -> bytes:
+    def read(self, message: MessageT) -> bytes:
         """Wait for a message and return its content."""
         ...
 
 
-def carry(mail: Mail[LetterT], func: OpOverload, args: Sequence[object]) -> bool:
+def carry(messages: Messages[MessageT], func: OpOverload, args: Sequence[object]) -> bool:
     """Carry the values of a send or receive; return whether the operator is one."""
     if func not in (_SEND, _RECEIVE):
         return False
@@ -52,13 +52,13 @@ def carry(mail: Mail[LetterT], func: OpOverload, args: Sequence[object]) -> bool
         return False
     peer = group[place]
     for tensor in cast("Sequence[torch.Tensor]", args[0]):
-        has_letter = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST_ELEMENTS
+        has_values = not (tensor.is_floating_point() or tensor.is_complex()) and tensor.numel() <= _MOST_ELEMENTS
         if func is _SEND:
-            mail.send(peer, group, _KIND, _content(tensor) if has_letter else None)
+            messages.send(peer, group, _KIND, _content(tensor) if has_values else None)
             continue
-        letter = mail.expect(peer, group, _KIND)
-        if has_letter:
-            _await(tensor, partial(_values, mail, letter, tensor.dtype, tensor.shape))
+        message = messages.expect(peer, group, _KIND)
+        if has_values:
+            _await(tensor, partial(_values, messages, message, tensor.dtype, tensor.shape))
     return True
 
 
@@ -68,10 +68,10 @@ def _content(tensor: torch.Tensor) -> bytes:
 
 
 def _values(
-    mail: Mail[LetterT], letter: LetterT, dtype: torch.dtype, shape: torch.Size
+    messages: Messages[MessageT], message: MessageT, dtype: torch.dtype, shape: torch.Size
 ) -> tuple[torch.Tensor, Sure] | None:  # fmt: skip
     """The sent values; None if the sender did not know them."""
-    sent = json.loads(mail.read(letter))
+    sent = json.loads(messages.read(message))
     if sent is None:
         return None
     sure, numbers = sent

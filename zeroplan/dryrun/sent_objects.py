@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroplan.dryrun.mail import Mail
+from zeroplan.dryrun.rank_messages import RankMessages
 from zeroplan.errors import MeasurementError
 from zeroplan.verify.fake_cuda.known_values import Sure, keep, known
 
@@ -17,7 +17,7 @@ _KIND = "objects"
 Function = Callable[..., object]
 
 
-def object_functions(mail: Mail) -> dict[str, Function]:
+def object_functions(messages: RankMessages) -> dict[str, Function]:
     """Torch's ``send_object_list`` and ``recv_object_list``, between ranks that run at the same time."""
 
     def send(
@@ -25,22 +25,22 @@ def object_functions(mail: Mail) -> dict[str, Function]:
         group_dst: int | None = None, use_batch: bool = False,  # noqa: ARG001, FBT001, FBT002  torch's signature
     ) -> None:  # fmt: skip
         ranks, peer = _peer(group, dst, group_dst)
-        mail.send(peer, ranks, _KIND, _packed(list(object_list)))
+        messages.send(peer, ranks, _KIND, _packed(list(object_list)))
 
     def receive(
         object_list: MutableSequence[object], src: int | None = None, group: dist.ProcessGroup | None = None, device: object = None,  # noqa: ARG001
         group_src: int | None = None, use_batch: bool = False,  # noqa: ARG001, FBT001, FBT002  torch's signature
     ) -> int:  # fmt: skip
         ranks, peer = _peer(group, src, group_src)
-        object_list[:] = cast("list[object]", _unpacked(mail.read(mail.expect(peer, ranks, _KIND)), peer))
+        object_list[:] = cast("list[object]", _unpacked(messages.read(messages.expect(peer, ranks, _KIND)), peer))
         return peer
 
     return {"send_object_list": send, "recv_object_list": receive}
 
 
-def pass_over(mail: Mail, sender: int, group: dist.ProcessGroup | None) -> None:
+def pass_over(messages: RankMessages, sender: int, group: dist.ProcessGroup | None) -> None:
     """Skip objects that a rank sends and this rank does not need."""
-    mail.expect(sender, _peer(group, sender, None)[0], _KIND)
+    messages.expect(sender, _peer(group, sender, None)[0], _KIND)
 
 
 def _peer(group: dist.ProcessGroup | None, rank: int | None, within: int | None) -> tuple[list[int], int]:

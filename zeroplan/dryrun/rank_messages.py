@@ -30,14 +30,14 @@ class CompanionError(ZeroplanError):
         self.failed = failed
 
 
-class Letter(NamedTuple):
+class ExpectedMessage(NamedTuple):
     """An expected message: its sender and its file."""
 
     sender: int
     file: str
 
 
-class Mail:
+class RankMessages:
     """One rank's messages. The receiver reads messages of one kind and group in the order of sending."""
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -50,42 +50,42 @@ class Mail:
         if content is not None:
             _write(self._folder / file, content)
 
-    def expect(self, sender: int, group: Sequence[int], kind: str) -> Letter:
+    def expect(self, sender: int, group: Sequence[int], kind: str) -> ExpectedMessage:
         """The next message of a rank, which may not exist yet."""
-        return Letter(sender, self._next(kind, sender, self._rank, group))
+        return ExpectedMessage(sender, self._next(kind, sender, self._rank, group))
 
     def _next(self, kind: str, sender: int, to: int, group: Sequence[int]) -> str:
         name = f"{kind}-{sender}-{to}-{sha256(str(tuple(group)).encode()).hexdigest()[:12]}"
         self._count[name] += 1
         return f"{name}-{self._count[name]}"
 
-    def read(self, letter: Letter) -> bytes:
+    def read(self, message: ExpectedMessage) -> bytes:
         """The content of a message; requests the sender if it is not running yet.
 
         Raises CompanionError if that rank failed, MeasurementError if it ended without sending the message.
         """
-        path = self._folder / letter.file
+        path = self._folder / message.file
         if not path.exists():
-            (self._folder / f"{_WANTED}{letter.sender}").touch()
+            (self._folder / f"{_WANTED}{message.sender}").touch()
             waits = self._folder / f"{_WAITS}{self._rank}"
-            _write(waits, str(letter.sender).encode())
-            self._wait(letter, path)
+            _write(waits, str(message.sender).encode())
+            self._wait(message, path)
             waits.unlink()
         return path.read_bytes()
 
-    def _wait(self, letter: Letter, path: Path) -> None:
-        ended, pause = self._folder / f"{_ENDED}{letter.sender}", _FIRST_S
+    def _wait(self, message: ExpectedMessage, path: Path) -> None:
+        ended, pause = self._folder / f"{_ENDED}{message.sender}", _FIRST_S
         while not path.exists():
             if ended.exists() and not path.exists():
-                raise self._no_message_error(letter, ended)
+                raise self._no_message_error(message, ended)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_S)
 
-    def _no_message_error(self, letter: Letter, ended: Path) -> ZeroplanError:
+    def _no_message_error(self, message: ExpectedMessage, ended: Path) -> ZeroplanError:
         if text := ended.read_text(encoding="utf-8"):
             return CompanionError(read(Failed, json.loads(text), where="answer"))
         return MeasurementError(
-            f"rank {self._rank} waits for a message of rank {letter.sender}, which ended without sending it; each receive needs a "
+            f"rank {self._rank} waits for a message of rank {message.sender}, which ended without sending it; each receive needs a "
             f"send of the other rank"
         )
 

@@ -16,7 +16,7 @@ T5 = "Megatron-LM 2026-08, megatron/core/models/T5/t5_model.py, T5Model.forward"
 SCHEDULE = "Megatron-LM 2026-08, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches"
 
 
-class Flying(NamedTuple):
+class InFlight(NamedTuple):
     """The layers of a rank that wait for their backward."""
 
     counts: tuple[Int, ...]
@@ -43,14 +43,14 @@ class Flying(NamedTuple):
         return min(counts[other] for counts in self.each if counts[kind])
 
 
-def without(flying: Flying, over: tuple[Int, ...]) -> Flying:
+def without(in_flight: InFlight, over: tuple[Int, ...]) -> InFlight:
     """Return the layers that wait for their backward, without ``over`` layers of each kind."""
-    counts = tuple(maximum(0, count - each) for count, each in zip(flying.counts, over, strict=True))
-    formulas = tuple(f"({formula} - {each})" for formula, each in zip(flying.formulas, over, strict=True))
-    return flying._replace(counts=counts, formulas=formulas)
+    counts = tuple(maximum(0, count - each) for count, each in zip(in_flight.counts, over, strict=True))
+    formulas = tuple(f"({formula} - {each})" for formula, each in zip(in_flight.formulas, over, strict=True))
+    return in_flight._replace(counts=counts, formulas=formulas)
 
 
-def flying_of(rank: Rank, layers: Layers, job: Job, *, loss: bool = False) -> Flying:
+def in_flight_of(rank: Rank, layers: Layers, job: Job, *, loss: bool = False) -> InFlight:
     """Return the layers in flight when they need most memory; with ``loss``, when the loss is computed."""
     kinds, together = [run.kind for run in runs_of(job)], layers_of_a_checkpoint(job.recipe)
     each = tuple(tuple(ceil_div(count, together) for count in counts) for counts in rank.each)
@@ -58,12 +58,12 @@ def flying_of(rank: Rank, layers: Layers, job: Job, *, loss: bool = False) -> Fl
     if len(set(each)) == 1:
         counts: tuple[Int, ...] = tuple(rank.chunks * count for count in each[0])
         words = tuple(f"{count} {kind} layers of a chunk" for count, kind in zip(each[0], kinds, strict=True))
-        return Flying(counts, tuple(f"K·{count}" for count in each[0]), words, each, *letters)
+        return InFlight(counts, tuple(f"K·{count}" for count in each[0]), words, each, *letters)
     weights = tuple(total_bytes((*layers.kinds[kind].kept, *layers.kinds[kind].statistics)) for kind in kinds)
     found = fullest(rank.schedule, each, job.batch.grad_accum_steps, weights, loss=loss)
     letter = "G" if loss else "F"
     words = tuple(f"{kind} layers" for kind in kinds)
-    return Flying(found, tuple(f"{letter}_{kind}" for kind in kinds), words, each, *letters)
+    return InFlight(found, tuple(f"{letter}_{kind}" for kind in kinds), words, each, *letters)
 
 
 def _letters_of(rank: Rank, recipe: RecipeSpec, kinds: list[str]) -> tuple[tuple[str, ...], str]:
@@ -74,7 +74,7 @@ def _letters_of(rank: Rank, recipe: RecipeSpec, kinds: list[str]) -> tuple[tuple
     return tuple(pattern[one.start : one.stop] for one in rank.stages), "".join(LETTERS[kind] for kind in kinds)
 
 
-def in_layers(flying: Flying, layers: Layers, job: Job, *, last: str | None = None) -> Iterator[Line]:
+def in_layers(in_flight: InFlight, layers: Layers, job: Job, *, last: str | None = None) -> Iterator[Line]:
     """Yield the activations that layers in flight keep. [bytes]
 
     With ``last``, the backward runs a layer of that kind. Neither this layer nor the later ones of its chunk are counted.
@@ -82,8 +82,8 @@ def in_layers(flying: Flying, layers: Layers, job: Job, *, last: str | None = No
     kinds = [run.kind for run in runs_of(job)]
     at = None if last is None else kinds.index(last)
     for number, kind in enumerate(kinds):
-        count, formula = flying.counts[number], flying.formulas[number]
-        over = 0 if at is None else flying.over(at, number)
+        count, formula = in_flight.counts[number], in_flight.formulas[number]
+        over = 0 if at is None else in_flight.over(at, number)
         if isinstance(count, int) and count <= over:
             continue
         if kind == "decoder":
@@ -95,7 +95,7 @@ def in_layers(flying: Flying, layers: Layers, job: Job, *, last: str | None = No
             ("Z", layers.kinds[kind].statistics, "keep of statistics"),
         ):
             if lines:
-                reason = f"what {flying.words[number]} {what}, of every chunk in flight"
+                reason = f"what {in_flight.words[number]} {what}, of every chunk in flight"
                 n_bytes = maximum(0, count - over) * total_bytes(lines)
                 yield Line(Kind.ACTIVATIONS, n_bytes, reason, f"{several}·{letter}_{kind}", SCHEDULE)
 
