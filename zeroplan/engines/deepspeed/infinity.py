@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines.account import Symbol
-from zeroplan.engines.deepspeed.buckets import Flush, Schedule
-from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, FP64, NORM_PIECE, STAGE3
+from zeroplan.engines.deepspeed.buckets import Schedule
+from zeroplan.engines.deepspeed.sources import FLAT_ON_HOST, NORM_PIECE, STAGE3
 from zeroplan.engines.formulas import sized
 from zeroplan.engines.pinned import pinned_bytes
 from zeroplan.engines.rows import Placed, Row
@@ -278,20 +278,28 @@ def refuse_few_pipelined(recipe: RecipeSpec, n_groups: Int) -> None:
 # --- what is on the GPU --------------------------------------------------------------------------------------------------
 
 
-def casts_on_the_way(job: "Job", flush: Flush) -> tuple[Line, ...]:
-    """Return the casts of a bucket's gradients on the way to NVMe, held until the last is made, and one fp64 copy. [bytes]"""
-    n_bytes = for_each_value(lambda ranks: max(_highest(flush.inside, ranks, job.kept, job.master)), job.n_ranks)
-    reason = "shares of a bucket's gradients as the optimizer takes them, and one in fp64 for its norm"
-    return (sized(Kind.REDUCE, 1, n_bytes, reason, f"{STAGE3}, partition_grads"),)
+class Way(NamedTuple):
+    """What a gradient's share takes on its way from the GPU, and what it leaves. [bytes per element]"""
 
+    kept: int
+    """Its copy in the dtype in which gradients are summed."""
+    cast: int
+    """A cast for the optimizer; 0 without one."""
+    norm: int
+    """The copy for its norm; 0 before the last micro-batch of a step, which alone takes norms."""
+    stays: int = 0
+    """The cast that stays until all gradients of the bucket have gone."""
+    freed: int = 0
+    """The whole gradient, which is freed afterwards, if no contiguous bucket holds it."""
 
-def _highest(inside: tuple[Placed, ...], n_ranks: int, kept: int, master: int) -> Iterator[int]:
-    """Yield the bytes at each gradient of a bucket, in parameter order."""
-    before = 0
-    for each in sorted(inside, key=lambda one: one.start):
-        share = ceil_div(each.end - each.start, n_ranks)
-        yield before + kept * share + max(FP64 * min(share, NORM_PIECE), master * share if kept != master else 0)
-        before += master * share
+    def most(self, inside: tuple[Placed, ...], n_ranks: int) -> int:
+        """Return the most beyond a bucket's gradients while they go one by one, in parameter order. [bytes]"""
+        most = beside = 0
+        for each in sorted(inside, key=lambda one: one.start):
+            share = ceil_div(each.end - each.start, n_ranks)
+            most = max(most, beside + self.kept * share + max(self.norm * min(share, NORM_PIECE), self.cast * share))
+            beside += self.stays * share - self.freed * (each.end - each.start)
+        return most
 
 
 def staying(buckets: Schedule, at: tuple[int, int], n_ranks: Int, master: int) -> tuple[Line, ...]:

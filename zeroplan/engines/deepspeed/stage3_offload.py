@@ -8,7 +8,7 @@ nothing, holds a parameter on the GPU while it is used.
 from zeroplan.engines.account import Symbol
 from zeroplan.engines.deepspeed.buckets import Flush
 from zeroplan.engines.deepspeed.infinity import (
-    casts_on_the_way,
+    Way,
     optimizer_in_host,
     pinned_beyond,
     swapping_symbols,
@@ -23,7 +23,7 @@ from zeroplan.engines.formulas import sized
 from zeroplan.engines.pinned import beyond, beyond_symbol
 from zeroplan.engines.rows import numel
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Int, ceil_div, maximum, minimum, where
+from zeroplan.numeric import Int, ceil_div, for_each_value, maximum, minimum, where
 from zeroplan.spec.recipe import RecipeSpec
 
 _NORM = f"{STAGE3}, partition_grads and _constant_buffered_norm2"
@@ -39,23 +39,30 @@ def states_on_gpu(recipe: RecipeSpec, states: tuple[Line, ...]) -> tuple[Line, .
 
 
 def on_the_way(job: Job, flush: Flush) -> tuple[Line, ...]:
-    """Return the memory that takes a bucket's largest gradient to the host: its shard, copied back, and its fp64 copy. [bytes]
+    """Return the memory that takes a bucket's gradients to the host or to NVMe one by one, beyond the gradients. [bytes]
 
-    Only a step's last micro-batch takes norms.
+    A share is copied back, and in the last micro-batch of a step cast to fp64 for its norm. Without a contiguous bucket each
+    gradient is freed then. On the way to NVMe the shares as the optimizer takes them stay until the last one is made.
     """
     if not offloads_optimizer(job.recipe):
         return ()
-    share = ceil_div(max(map(numel, flush.inside)), job.n_ranks)
-    back = sized(Kind.REDUCE, 1, job.kept * share, "share of a gradient, back from the host", _NORM)
+    back = Way(job.kept, 0, 0, freed=0 if job.recipe.deepspeed.contiguous_gradients else job.element)
+    at_end = back._replace(norm=FP64, cast=job.master if job.kept != job.master else 0)
+    before, reason = _most(job, flush, back), "share of a gradient, back from the host"
     if job.ends_step is False:
-        return (back,)
+        return (sized(Kind.REDUCE, 1, before, reason, _NORM),)
     if swaps_optimizer(job.recipe):
-        (at_end,) = casts_on_the_way(job, flush)
-    else:
-        cast = job.master * share if job.kept != job.master else 0
-        n_bytes = job.kept * share + maximum(FP64 * minimum(share, NORM_PIECE), cast)
-        at_end = sized(Kind.REDUCE, 1, n_bytes, "share of a gradient, back from the host, and in fp64 for its norm", _NORM)
-    return (at_end._replace(n_bytes=where(job.ends_step, at_end.n_bytes, back.n_bytes)),)
+        at_end, reason = at_end._replace(stays=job.master), "shares of a bucket's gradients, back from the host and on to NVMe"
+    n_bytes = where(job.ends_step, _most(job, flush, at_end), before)
+    return (sized(Kind.REDUCE, 1, n_bytes, f"{reason}, and in fp64 for its norm", _NORM),)
+
+
+def _most(job: Job, flush: Flush, way: Way) -> Int:
+    """Return the most beyond a bucket's gradients. In a contiguous bucket, without NVMe, it is that of the largest."""
+    if way.freed or way.stays:
+        return for_each_value(lambda ranks: way.most(flush.inside, ranks), job.n_ranks)
+    share = ceil_div(max(map(numel, flush.inside)), job.n_ranks)
+    return way.kept * share + maximum(way.norm * minimum(share, NORM_PIECE), way.cast * share)
 
 
 def host_lines(job: Job, states: tuple[Line, ...], temporary: tuple[Line, ...]) -> tuple[Line, ...]:
