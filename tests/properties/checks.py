@@ -255,7 +255,7 @@ def grows_with_layers(job: JobSpec, _: Random) -> None:
     if job.model.profile is not None:
         raise Refused("a profile has its layers")
     model, moe, more = job.model, job.model.moe, _one_for_each_chunk(job)
-    more *= 6 if model.family == "gemma4_text" else 1  # whose layers come in sixes
+    more *= 6 if model.family == "gemma4_text" else max(1, model.cross_layers)  # layers come in sixes, or in equal periods
     if moe is not None and moe.num_dense_layers == model.num_hidden_layers:  # add a layer of the only kind
         moe = replace(moe, num_dense_layers=moe.num_dense_layers + more)
     deeper = _changed(job, model=replace(model, num_hidden_layers=model.num_hidden_layers + more, moe=moe))
@@ -370,6 +370,7 @@ _OF_CHECKPOINTS = (
     "rotary cos and sin, of half of each head",  # GLM-4's, of which autograd saves only copies
     GRAPHS,  # of the recomputed forwards
     "attention mask with padding, booleans for each sequence",  # which linear attention gets and does not save
+    "attention masks with padding, local and global, booleans for each sequence",  # blocks save them in numbers
 )  # fmt: skip
 
 
