@@ -107,8 +107,9 @@ def differences_in_torchtunes_order(case: Case) -> tuple[int, ...]:
         return differences(case)
 
 
-@pytest.mark.parametrize("number", range(6) if every_case() else (0, 1))
+@pytest.mark.parametrize("number", range(6) if every_case() else (0, 1, 4))
 def test_torchtune_runs_the_adapter_first(number: int) -> None:
+    """The fourth has biases, which torchtune does not take off its layer's output."""
     assert (
         on_the_fake_gpu(differences_in_torchtunes_order, case_of("llama", number, AdapterSpec(rank=4, dora="torchtune"))) == ()
     )

@@ -42,7 +42,10 @@ def plus_dora(
     tape.drop(*copies)
     if training.dora == "peft":
         outer = low_rank(tape, read, site, training, width=width, reads=reads, only=False)
-    base = _base(tape, read, made, site, weight, width=width, reads=reads, bias=bias, dropout=training.dropout)
+        base = _base(tape, read, made, site, weight, width=width, reads=reads, bias=bias, dropout=training.dropout)
+    else:  # torchtune scales the layer's output itself, with its bias and made without dropout
+        tape.hold(made.store)
+        base = made
     less = op.plus_constant(tape, scale, f"magnitudes of the {name}'s outputs, less one", at)
     first = _by_magnitudes(tape, less, base, f"output of the {name}, scaled", wide)
     tape.release(less)
@@ -144,7 +147,7 @@ def _base(
     tape: Tape, read: Value, made: Value, site: Site, weight: tuple[Store, ...], *, width: Size, reads: Size, bias: bool,
     dropout: bool,
 ) -> Value:  # fmt: skip
-    """Return the layer's output without its bias: of the input with dropout it is a second product.
+    """Return the layer's output without its bias, as peft makes it: of the input with dropout it is a second product.
 
     Autograd saves a copied weight, which autocast casts once more, for that product.
     """
