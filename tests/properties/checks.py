@@ -121,8 +121,8 @@ def most(job: JobSpec, parameters: int) -> int:
     attention = model.num_attention_heads * (8 * model.head_dim + 8 * batch.seq_len + 1024)
     adapters = 0 if model.adapter is None else 14 * model.adapter.rank
     width = 16 * model.hidden_size + attention + 8 * ffn + adapters + (64 * model.moe.num_experts if model.moe else 0)
-    # torch's Kimi Delta Attention has the decay between all tokens of a chunk. A simulated run of 32,768 tokens with 16 heads of 128
-    # in fp32 takes 223.9 GB, as estimated to 152 bytes; the bound without this term is 204.7 GB.
+    # torch's Kimi Delta Attention has the decay between all tokens of a chunk. A simulated run of 32,768 tokens, with 16 heads of
+    # 128 in fp32, takes 223.9 GB, as estimated to 152 bytes; the bound without this term is 204.7 GB.
     if model.linear is not None:
         width += model.linear.chunk_size * model.linear.num_value_heads * model.linear.key_head_dim
     buckets = (
