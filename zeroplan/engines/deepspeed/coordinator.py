@@ -22,7 +22,7 @@ from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.recipe import DeepSpeedOptions
 
 _FEW = 4
-"""The most parameters that a module owns itself, or a leaf module owns inside it, in any family."""
+"""The most parameters of which every order is tried. Only Qwen2-MoE's leaf modules own more."""
 _RESTORED = "restored"
 _GATHERED = "gathered parameter"
 IN_GRAPH = "in the graph"
@@ -261,10 +261,20 @@ class Coordinator:
     def _costliest(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
         """Return the order of waits that takes most memory. DeepSpeed iterates over a set, so any order can occur."""
         handles = {self.in_flight[index] for index in parameters if index in self.in_flight}
-        if len(handles) < 2 or len(parameters) > _FEW:
+        if len(handles) < 2:
             return parameters
+        if len(parameters) > _FEW:
+            return self._one_of_each_first(parameters)
         changes = {handle: () if handle.arrived else tuple(self._arriving(handle)) for handle in handles}
         return max(permutations(parameters), key=lambda order: self._most_of(order, changes))
+
+    def _one_of_each_first(self, parameters: tuple[int, ...]) -> tuple[int, ...]:
+        """Return an order in which every gather has arrived before the flat buffer of one with several parameters is freed."""
+        waiting: dict[_Handle | None, list[int]] = {}
+        for index in parameters:
+            waiting.setdefault(self.in_flight.get(index), []).append(index)
+        groups = sorted(waiting.values(), key=len, reverse=True)
+        return (*(group[0] for group in groups), *(index for group in groups for index in group[1:]))
 
     def _most_of(self, order: tuple[int, ...], changes: dict[_Handle, tuple[Change, ...]]) -> int:
         held = most = 0

@@ -55,7 +55,7 @@ class Gathered:
         self.past_head = 0
         """Held when the last gradient after the blocks is made, if more than a head and a norm follow the blocks."""
         self.backward: tuple[tuple[Note, ...], ...] = ()
-        """Notes of each block, in the order of its gradients."""
+        """Notes of each block, in the order of its gradients. Blocks with equal notes share them."""
         self.again: tuple[tuple[tuple[str, int], ...], ...] = ()
         """For each block, the most while each module of its recomputation is gathered, by the module's name; "" before them."""
         self.modules: tuple[tuple[tuple[str, Note], ...], ...] = ()
@@ -116,7 +116,8 @@ class Gathered:
         self._after_blocks(after_blocks)
         self.again = tuple(map(_gathered_again, blocks))
         if all(self.whole.trained):
-            self.backward = tuple(map(per_gradient, blocks))
+            known: dict[tuple[Note, ...], tuple[Note, ...]] = {}
+            self.backward = tuple([known.setdefault(notes, notes) for notes in map(per_gradient, blocks)])
         else:
             making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
             self.backward, self.modules = tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
@@ -281,13 +282,14 @@ _COUNTED = (
 
 
 def _pairs(first: object, later: object) -> Iterator[tuple[int, int]]:
-    """Yield the counts of two passes of the same model, place by place."""
+    """Yield the counts of two passes of the same model, place by place; of places that share their notes, those of one."""
     if isinstance(first, int) and isinstance(later, int):
         yield first, later
     elif isinstance(first, Note) and isinstance(later, Note):
         yield from zip(first[1:], later[1:], strict=True)  # without the gradients made
     elif isinstance(first, (list, tuple)) and isinstance(later, (list, tuple)):
-        for here, there in zip(first, later, strict=True):
+        places = {(id(here), id(there)): (here, there) for here, there in zip(first, later, strict=True)}
+        for here, there in places.values():
             yield from _pairs(here, there)
 
 

@@ -46,6 +46,11 @@ _CHOOSES = ".moe_statics"
 _MODEL_READS_EMBEDDING = ("llama4_text",)
 
 
+#: LFM2's convolution, which never runs as a module: the module around it reads the weight, so DeepSpeed gathers it with that module
+#: (transformers 5.23, models/lfm2/modeling_lfm2.py, ``Lfm2ShortConv.forward``; DeepSpeed 0.19.8, ``ZeROOrderedDict.__getitem__``).
+_CONVOLUTION = "conv.conv"
+
+
 class Freed(NamedTuple):
     """A module that has ended, so that its parameters may be released."""
 
@@ -496,6 +501,8 @@ def _modules(whole: Row, block: int) -> tuple[_Module, ...]:
     for index, name in inside:
         owners.setdefault(name.rpartition(".")[0], []).append(index)
     of_block = tuple(owners.pop("", ())) if whole.model.profile is None else ()  # InternVL's scales
+    if _CONVOLUTION in owners:
+        owners[_CONVOLUTION.rpartition(".")[0]] = owners.pop(_CONVOLUTION)
     names = _names(whole, block, tuple(owners))
     if whole.model.profile is not None:
         owners = {name: [index for index, parameter in inside if _reader(parameter, names) == name] for name in names}

@@ -27,7 +27,10 @@ _ATTENTION = Attention(f"{LFM2}, Lfm2Attention.forward", norm=LLAMA_NORM, norm_a
 
 
 def _mixed(tape: Tape, normal: Value, block: Block) -> Attended:
-    return Attended(_short_convolution(tape, normal, block)) if block.short else _ATTENTION.run(tape, normal, block)
+    if not block.short:
+        return _ATTENTION.run(tape, normal, block)
+    with tape.owning():  # the module that reads the convolution's weight
+        return Attended(_short_convolution(tape, normal, block))
 
 
 def _short_convolution(tape: Tape, normal: Value, block: Block) -> Value:
@@ -37,7 +40,7 @@ def _short_convolution(tape: Tape, normal: Value, block: Block) -> Value:
     before, after, value = op.chunk(tape, joint, (T * h, T * h, T * h), Site("both gates and x", SHORT))
     entry = op.product(tape, before, value, "gated x, input of the convolution", SHORT)
     tape.release(given)
-    short = op.convolution(tape, entry, h, NOTHING + _TAPS, Site("convolution", SHORT))
+    short = op.convolution(tape, entry, h, NOTHING + _TAPS, Site("convolution", SHORT), is_called=False)
     tape.release(entry)
     inner = op.product(tape, after, short, "convolution times its gate", SHORT)
     made = op.linear(tape, inner, h, Site("output projection", SHORT, layer="out_proj"))

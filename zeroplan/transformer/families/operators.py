@@ -416,13 +416,17 @@ def _weight(tape: Tape, elements: Size, site: Site, *, tracked: bool, of: str) -
     return made
 
 
-def convolution(tape: Tape, value: Value, width: Size, taps: Size, site: Site, *, bias: bool = False) -> Value:
+def convolution(
+    tape: Tape, value: Value, width: Size, taps: Size, site: Site, *, bias: bool = False, is_called: bool = True
+) -> Value:  # fmt: skip
     """Depthwise ``F.conv1d`` of ``width`` channels over ``taps`` tokens, padded at both ends and cut to the sequence.
+
+    ``is_called``: its module runs; else the module around it reads the weight.
 
     The module casts its input to the weight's dtype; autocast then makes a copy of its own.
     """
     wide = cast(tape, value, r, Site(f"input of the {site.name}, in its weight's dtype", site.source))
-    with tape.owning():
+    with tape.owning() if is_called else nullcontext():
         given, made = _conv1d(tape, wide, width, taps, site, bias=bias)
     (cut,) = slices(tape, made, (T * width,), Site(f"sequence in the {site.name}'s output", site.source))
     tape.release(given, made)

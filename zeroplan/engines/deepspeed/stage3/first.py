@@ -88,7 +88,7 @@ def _moments(name: str, job: Job, later: "_Later", these: Passes, taken: Taken, 
     highest = _peak(found)
     if later.peak is not None and highest is not None:
         return found if highest.total > later.peak.total else ()
-    is_peak = highest_of(found, ONE_POOL).peak_bytes > highest_of(later.moments, ONE_POOL).peak_bytes
+    is_peak = highest_of(found, ONE_POOL).peak_bytes > later.highest_bytes
     # At places of a column where a later micro-batch is higher, these moments count nothing.
     return () if _never(is_peak) else written(is_peak & job.applies)
 
@@ -103,6 +103,11 @@ class _Later:
     def peak(self) -> "_Peak | None":
         """The peak; None for columns."""
         return _peak(self.moments)
+
+    @cached_property
+    def highest_bytes(self) -> Int:
+        """The highest total; an int or a column. [bytes]"""
+        return highest_of(self.moments, ONE_POOL).peak_bytes
 
     def is_above(self, gathered: int) -> bool:
         """Whether the peak is above a micro-batch without these states, even if so much is gathered at its every moment."""

@@ -59,7 +59,8 @@ def flush_memory(job: Job) -> tuple[tuple[int, ...], ...]:
     fewest = job.n_ranks if isinstance(job.n_ranks, int) else int(job.n_ranks.min())
     if quantizes and applies(recipe, fewest) is False:
         return ()
-    key = job.recipe, fewest if quantizes else 0, job.buckets
+    reads = (recipe, fewest) if quantizes or swaps_optimizer(recipe) else None  # plain offload reads sizes alone
+    key = reads, job.element, job.kept, job.master, job.buckets
     return recalled(lambda: (flush_memory, *key), lambda: tuple(_beside(job, fewest)))
 
 

@@ -1,7 +1,9 @@
 """The traffic of ZeRO-3: all-gathers of parameters in every pass, reduce-scatters of gradients bucket by bucket."""
 
+from collections import Counter
 from collections.abc import Iterator
 
+from zeroplan.engines.deepspeed.buckets import Flush
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.quantized_gradients import quantized_collectives
 from zeroplan.engines.deepspeed.secondary import within_group
@@ -11,7 +13,7 @@ from zeroplan.engines.deepspeed.stage3.reducing import is_all_reduced
 from zeroplan.engines.deepspeed.stage3.step import group_count
 from zeroplan.engines.rows import Sizes, shares
 from zeroplan.ledger import Collective, Phase
-from zeroplan.numeric import Int, added_up, ceil_div, where
+from zeroplan.numeric import Int, ceil_div, where
 from zeroplan.spec.batch import Batch
 
 _SCALE = 4
@@ -33,11 +35,12 @@ def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
 def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
     """Yield the gradients' collectives, bucket by bucket: reduce-scattered, or all-reduced in the bucket."""
     n, element = job.n_ranks, job.element
-    whole = [flush for flush in job.buckets.flushes if is_all_reduced(job.recipe.deepspeed, flush)]
-    scattered = [flush for flush in job.buckets.flushes if flush not in whole]
+    whole, scattered = list[Flush](), list[Flush]()
+    for flush in job.buckets.flushes:
+        (whole if is_all_reduced(job.recipe.deepspeed, flush) else scattered).append(flush)
     name, when = "gradients, bucket by bucket", "in the backward of every micro-batch"
     if scattered or not whole:
-        share = added_up(shares(flush.sizes, n) for flush in scattered)
+        share = shares(_sizes_of(scattered), n)
         calls, reduced = len(scattered), n * share
         sent = Collective(
             "reduce_scatter", name, when, n, calls * micro, element * ceil_div(reduced, calls),
@@ -51,6 +54,14 @@ def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
             2 * (n - 1) * element * elements // n * micro, 2 * elements * micro, f"{STAGE3}, __avg_scatter_contiguous_grads",
             element * elements * micro,
         )  # fmt: skip
+
+
+def _sizes_of(flushes: list[Flush]) -> Sizes:
+    """Return the sizes of all gradients in some buckets."""
+    counts = Counter[int]()
+    for flush in flushes:
+        counts.update(dict(flush.sizes))
+    return tuple(counts.items())
 
 
 def _padded(sizes: Sizes, n_ranks: Int) -> Int:

@@ -356,7 +356,9 @@ def _least_held(traces: tuple[Gathered, ...], block: int, at: _Place) -> int:
 
 @lru_cache(maxsize=4096)
 def _highest_blocks(gathered: Gathered, blocks: tuple[int, ...], at: _Place) -> _Highest:
-    return rising(blocks, lambda block: _held(gathered.backward[block], *at))
+    notes = {id(gathered.backward[block]): gathered.backward[block] for block in blocks}
+    held = {shared: _held(some, *at) for shared, some in notes.items()}
+    return rising(blocks, lambda block: held[id(gathered.backward[block])])
 
 
 def _held(notes: tuple[Note, ...], gradients: int, current: int, ahead: bool, apart: bool) -> int:  # noqa: FBT001  hashed as a tuple above
