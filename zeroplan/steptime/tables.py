@@ -5,7 +5,8 @@ A GPU without its own table uses that of the nearest GPU, as the same share of i
 
 Source: github.com/ai-dynamo/aiconfigurator at 095f58a5 (2026-08-21), aic-core/src/aiconfigurator_core/systems/data, ``gemm``,
 ``attention`` and ``comm/nccl``: forward operators of inference, and collectives inside a node, each measured alone.
-``python -m tests.measured.operators`` derives the file from them.
+``python -m tests.measured.operators`` derives the file from them. Products on Hopper and Blackwell are smoothed over neighbouring
+shapes, because their times scatter.
 """
 
 import zlib
