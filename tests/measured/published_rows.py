@@ -185,7 +185,8 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     kernels = "compiled" if row["compile"] else kernels
     # With torch before 2.9 the kernel was FlashAttention 2; KempnerForge's lock file (uv.lock) has torch 2.11 and cuDNN 9.19.
     torchs = job.recipe.engine != "megatron" and not transformer_engine and program(row) != "kempner"
-    generation = 1 if "v1" in flash or program(row) == "mpt" else 2 if torchs or "flash_attention2" in flash else usual.flash
+    generation = 1 if "v1" in flash else 2 if torchs or "flash_attention2" in flash else usual.flash
+    generation = _kernel_of_mpt(row) if program(row) == "mpt" else generation
     operands = next((name for word, name in _OPERANDS.items() if word in str(row["precision"])), None)
     overlap = _of_deepseek(row) and _deepseek(row)[1]
     scaled = "MX" in str(row["precision"])
@@ -193,6 +194,15 @@ def running_of_row(row: Row, job: JobSpec) -> Running:
     return Running(
         kernels, generation, operands, _tensor_overlap(row), block_scaled=scaled, expert_overlap=overlap, fp8_attention=narrow
     )
+
+
+def _kernel_of_mpt(row: Row) -> int:
+    """Return the generation of llm-foundry's attention: Triton's kernel of 2022, and FlashAttention 2 in its large runs on H100.
+
+    Source: mosaicml/llm-foundry at 5e85bd62, scripts/train/benchmarking/sweep.py.
+    """
+    large = row["gpu"] == "H100-80GB" and row["n_gpus"] >= 128 and row["model"] in ("MPT-1b", "MPT-3b", "MPT-7b", "MPT-70b")
+    return 2 if large else 1
 
 
 def _of_deepseek(row: Row) -> bool:
