@@ -325,7 +325,7 @@ def _peaks(one: JobSpec) -> tuple[int, int]:
     """The last step's peak by requests and by the estimate, both without cuBLAS's workspaces. [bytes]"""
     answer, log = estimate(one), requests_of(one)
     last = next(span.start for span in log.spans if span.step == log.spans[-1].step)
-    in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase is not Phase.INIT)
+    in_steps = max(int(moment.total_bytes) for moment in answer.moments if moment.phase not in (Phase.INIT, Phase.FIRST))
     return max(_live(log)[last:]), in_steps - total_bytes(answer.workspaces)
 
 

@@ -30,7 +30,7 @@ class Work(NamedTuple):
 
 #: At most this much, on 64 H100. DeepSeek-V3 fits only tightly, so its layouts are replayed one after the other.
 _MOST = {
-    "llama-3.1-8b": Work(jobs=207, structures=115, walks=22, replays=0, events=0),
+    "llama-3.1-8b": Work(jobs=222, structures=121, walks=22, replays=0, events=0),
     "mixtral-8x7b": Work(jobs=565, structures=397, walks=22, replays=0, events=0),
     "llama-4-maverick": Work(jobs=100, structures=64, walks=64, replays=0, events=0),
     "deepseek-v3": Work(jobs=1095, structures=802, walks=64, replays=2, events=391),
