@@ -302,5 +302,5 @@ def _sums(
     return found
 
 
-#: Elements of a row from which one addition takes much longer than its call.
+#: Rows with more elements are added one by one: NumPy then takes much longer to add them than Python takes to call it.
 _LONG = 1 << 10

@@ -49,12 +49,15 @@ def drawn(count: int) -> list[JobSpec]:
     >>> drawn(22)[:11] == drawn(11)
     True
     """
-    jobs: dict[JobSpec, None] = {}
-    for job in _jobs(_Dice(SEED)):
-        if len(jobs) == count:
-            break
-        jobs.setdefault(job)
-    return list(jobs)
+    return distinct(_jobs(_Dice(SEED)), count)
+
+
+def distinct(jobs: Iterator[JobSpec], count: int) -> list[JobSpec]:
+    """Return the first ``count`` distinct jobs."""
+    found: dict[JobSpec, None] = {}
+    while len(found) < count:
+        found.setdefault(next(jobs))
+    return list(found)
 
 
 def _jobs(dice: _Dice) -> Iterator[JobSpec]:

@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from typing import TYPE_CHECKING, TypeVar
 
+from tests.measured.options import distinct
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, estimate
 from zeroplan.catalog.model import model
 from zeroplan.errors import SpecError
@@ -53,12 +54,7 @@ def drawn(count: int, *, seed: int = SEED) -> list[JobSpec]:
     >>> drawn(8)[:4] == drawn(4)
     True
     """
-    jobs: dict[JobSpec, None] = {}
-    for job in _jobs(_Dice(seed)):
-        if len(jobs) == count:
-            break
-        jobs.setdefault(job)
-    return list(jobs)
+    return distinct(_jobs(_Dice(seed)), count)
 
 
 def _jobs(dice: _Dice) -> Iterator[JobSpec]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from tests.measured.options import distinct
 from tests.measured.options_deepspeed import _Dice
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, estimate
 from zeroplan.catalog.model import model
@@ -34,12 +35,7 @@ def drawn(count: int) -> list[JobSpec]:
     >>> drawn(2)[:1] == drawn(1)
     True
     """
-    jobs: dict[JobSpec, None] = {}
-    for job in _jobs(_Dice(SEED)):
-        if len(jobs) == count:
-            break
-        jobs.setdefault(job)
-    return list(jobs)
+    return distinct(_jobs(_Dice(SEED)), count)
 
 
 def _jobs(dice: _Dice) -> Iterator[JobSpec]:

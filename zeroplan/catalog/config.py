@@ -318,7 +318,7 @@ def _refuse_other_minimaxes(source: _Source) -> None:
 
 
 def _refuse_other_phis(source: _Source) -> None:
-    """Raise NoFormulasError where positions turn more or fewer elements of a head than in the published models."""
+    """Raise NoFormulasError where positions rotate more or fewer elements of a head than in the published models."""
     ropes = [one for key in ("rope_parameters", "rope_scaling") if isinstance(one := source.config.get(key), Mapping)]
     factors = [one["partial_rotary_factor"] for one in (source.config, *ropes) if "partial_rotary_factor" in one] or [0.5]
     head_dim, width = source.integer("hidden_size") // source.integer("num_attention_heads"), TRAITS["phi"].rotary_width

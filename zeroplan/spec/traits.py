@@ -49,7 +49,7 @@ class Traits(NamedTuple):
     late_window: bool = False
     """``max_window_layers`` gives its first layers full attention, and those after them a sliding window."""
     global_every: int | None = None
-    """If layers alternate: how many make one period. One has full attention, the others have a window or linear attention."""
+    """Layers of a period, if layers alternate: one with full attention, the others with a window or linear attention."""
     global_first: bool = False
     """That layer is the first of each period, else the last."""
     linear: bool = False

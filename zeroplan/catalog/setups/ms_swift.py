@@ -278,8 +278,8 @@ def _made(whole: Table) -> dict[str, object]:
 
 def _named(whole: Table) -> str | None:
     """Return the model's name; of Qwen2.5-Omni, the model with its talker, which is built unless a variable says no."""
-    named, prints = whole.text("model"), whole.get("ENABLE_AUDIO_OUTPUT")
-    whole_model = str(prints).lower() not in ("0", "false")
+    named, makes_audio = whole.text("model"), whole.get("ENABLE_AUDIO_OUTPUT")
+    whole_model = str(makes_audio).lower() not in ("0", "false")
     return f"{named}-whole" if named is not None and "Qwen2.5-Omni" in named and whole_model else named
 
 

@@ -4,6 +4,7 @@ The same program allocates in a trace of moments (:mod:`zeroplan.trace`) and in 
 (:mod:`zeroplan.engines.requests.log`). Source: DeepSpeed 0.19.8.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -44,19 +45,19 @@ class Around(NamedTuple):
     """Free the gradients that autograd made."""
 
 
-class Wrapper:
+class Wrapper(ABC):
     """How one of DeepSpeed's wrappers handles a rank's gradients."""
 
     def __init__(self, job: Job, impl: OptimizerImpl, around: Around) -> None:
         self.job, self.impl = job, impl
         self.memory, self.update, self.zero_grad = around
 
-    def after_backward(self, *, last: bool = True) -> None:
+    def after_backward(self, *, last: bool = True) -> None:  # noqa: B027  some wrappers do nothing then
         """Run after a micro-batch's backward, the step's last one or another."""
 
+    @abstractmethod
     def step(self) -> None:
         """Run the optimizer's step."""
-        raise NotImplementedError
 
     def update_share(self) -> None:
         """Update this rank's shard, unless the CPU does so, and all-gather all weights."""
