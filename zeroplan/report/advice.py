@@ -12,7 +12,7 @@ from zeroplan.units import GB, GIB
 _MARGIN = " " * 49
 _WORDS = {"fits": "fits", "tight": "tight", "does not fit": "no fit", "unknown": ""}
 
-_ORDER = "changes that cost no time; then the others, by the memory freed per second lost; last, changes of the training or of the price"
+_ORDER = "changes that cost no time; then the others, by the memory freed per second lost; last, changes of training or price"
 _UNTIMED = "changes by the memory that they free, last changes of the training or of the price. Name a GPU to see the time"
 
 #: Returns a change as keys of the user's file, or as flags without a file.
