@@ -7,13 +7,13 @@ A moment stores the groups of lines that are alive, key by key. The peak is the 
 are joined only when code reads them.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, cast, overload
 
-from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Among, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh, weigh_each
 
@@ -33,7 +33,8 @@ class Inside:
     def totals(self) -> list[int]:
         """The total of each moment; ints, not columns. [bytes]"""
         if not self._totals:
-            self._totals = [sum(map(total_bytes, parts)) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
+            lines = [chain.from_iterable(parts) for _, parts in self.points]
+            self._totals = [sum(map(_n_bytes, some)) for some in lines]  # type: ignore[arg-type]  # of one job
         return self._totals
 
     @property
@@ -144,8 +145,8 @@ class Moments(Sequence[Moment]):
     @cached_property
     def highest_entry(self) -> Entry | None:
         """The entry with the highest moment, the first of equal ones; None if sizes are columns."""
-        found = totals_of(self.entries, total_bytes)
-        return None if found is None else self.entries[found[0].index(max(found[0]))]
+        found = totals_of(self.entries)
+        return None if found is None else self.entries[found.index(max(found))]
 
     def peak(self) -> Moment:
         """Return the highest moment, the first of equal ones. Sizes must be ints."""
@@ -158,10 +159,10 @@ class Moments(Sequence[Moment]):
         return highest_of(self.entries, pools)
 
 
-def totals_of(entries: Sequence[Entry], *sizes: Callable[[tuple[Line, ...]], Int]) -> tuple[list[int], ...] | None:
-    """Return the size of the lines of each entry, with its highest moment, by each measure; None if sizes are columns. [bytes]
+def totals_of(entries: Sequence[Entry], without: Kind | None = None) -> list[int] | None:
+    """Return the total of each entry's highest moment, without the lines of a kind; None if sizes are columns. [bytes]
 
-    Entries share groups of lines. Each group is measured once.
+    Entries share groups of lines. Each group is added up once.
     """
     alive = [entry.alive for entry in entries]
     keys = [tuple(map(id, groups)) for groups in alive]
@@ -170,12 +171,10 @@ def totals_of(entries: Sequence[Entry], *sizes: Callable[[tuple[Line, ...]], Int
     every = map(_n_bytes, chain.from_iterable(groups.values()))
     if not set(map(type, chain(every, insides))) <= {int}:
         return None
-    found = list[list[int]]()
-    for size in sizes:
-        of_group = cast("dict[int, int]", dict(zip(groups, map(size, groups.values()), strict=True)))
-        both = zip(keys, cast("list[int]", insides), strict=True)
-        found.append([sum(map(of_group.__getitem__, key), start=inside) for key, inside in both])
-    return tuple(found)
+    counted = groups.values() if without is None else [[line for line in some if line[0] is not without] for some in groups.values()]
+    of_group = cast("dict[int, int]", dict(zip(groups, [sum(map(_n_bytes, some)) for some in counted], strict=True)))
+    both = zip(keys, cast("list[int]", insides), strict=True)
+    return [sum(map(of_group.__getitem__, key), start=inside) for key, inside in both]
 
 
 def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:

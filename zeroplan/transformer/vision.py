@@ -302,15 +302,9 @@ def tower_block(
     if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
     frozen, element = vision.freeze_tower or model.adapter is not None, compute.element_bytes
-    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
-    named: dict[int, Line] = {}
-
-    def of_tower(one: Line) -> Line:
-        return named.setdefault(id(one), one._replace(reason=f"vision tower: {one.reason}", formula=""))
-
+    tower = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
     own = frozen and element != _FP32 and not compute.casts_inputs  # a copy that the model makes and drops with the last block
     copied = pixels(model, batch, element, "pixels in the compute dtype") if own else ()
-    tower = made.with_lines(of_tower)
     return tower._replace(forward=(*tower.forward, *copied), forward_recompute=(*tower.forward_recompute, *copied))
 
 

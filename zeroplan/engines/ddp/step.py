@@ -17,6 +17,7 @@ from zeroplan.engines.passes import Below, KindPass, Passes, kept_bytes, moments
 from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.memo import Computed
 from zeroplan.numeric import Int, where
 from zeroplan.spec.recipe import LOMO, RecipeSpec
 from zeroplan.spec.releases import is_reentrant
@@ -164,9 +165,10 @@ class Training(MicroBatch):
 
     def _in_block(self, one: KindPass, block: int) -> Iterator[Lines]:
         others = (*self.tied_head, *self._run_again(one))
+        made = Computed[tuple[int, int], Lines](lambda elements: self._made(block, *elements))
+        casts = Computed[int, Lines](lambda elements: self._casts(block, elements))
         for point in one.block.points:
-            made = self._made(block, point.gradients, point.current_gradient)
-            yield (*made, *others, *self._casts(block, point.live_casts))
+            yield (*made[point.gradients, point.current_gradient], *others, *casts[point.live_casts])
 
     def _run_again(self, one: KindPass) -> Lines:
         """Return the recomputed output that a reentrant checkpoint holds until its block's backward ends."""

@@ -268,16 +268,20 @@ class Plan(NamedTuple):
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
     def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
-        """Return this micro-batch's gradients that are separate from earlier ones, and their formula. [bytes]
+        """Return :func:`fresh` gradients of this plan."""
+        return fresh(self.width.compute, self.several if self.adds_up else 0, made, current, waiting=waiting)
 
-        ``made``: elements so far; ``current``: of them being made, before they are accumulated; ``waiting``: elements that have
-        not reached their parameter yet.
-        """
-        width = self.width.compute
-        if not self.adds_up or (isinstance(self.several, int) and not self.several):
-            return width * (made + waiting), product(width, made + waiting)
-        beside = (1 - self.several) * made + self.several * current + waiting
-        return width * beside, f"{width}·((1-M)·{made} + M·{current} + {waiting})"
+
+def fresh(width: int, several: Int, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
+    """Return this micro-batch's gradients that are separate from earlier ones, and their formula. [bytes]
+
+    ``several``: 1 if autograd accumulates them into gradients of earlier micro-batches, else 0. ``made``: elements so far;
+    ``current``: of them being made, before they are accumulated; ``waiting``: elements that have not reached their parameter yet.
+    """
+    if isinstance(several, int) and not several:
+        return width * (made + waiting), product(width, made + waiting)
+    beside = (1 - several) * made + several * current + waiting
+    return width * beside, f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 def sum_of(letter: str, outside: tuple[Group, ...]) -> str:

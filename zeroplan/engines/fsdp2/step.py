@@ -3,7 +3,7 @@
 It runs the last micro-batch of a step, with the gradients of earlier ones. Layers at which memory cannot peak are skipped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from zeroplan.engines.fsdp2 import buffers, lines, outside
 from zeroplan.engines.fsdp2.groups import Group
@@ -270,10 +270,11 @@ class MicroBatch:
         """Return the key of blocks whose backward is equal inside."""
         return position.run
 
-    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """Yield the same without a cache."""
-        for point in self.plan.passes[position.run].points:
-            yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
+    def made_inside(self, position: Position) -> Iterable[tuple[str, tuple[tuple[Line, ...], ...]]]:
+        """Return the same without a cache."""
+        points = self.plan.passes[position.run].points
+        both = zip(points, outside.made_in_a_block(self.plan, points), strict=True)
+        return [(point.name, (point.lines, made)) for point, made in both]
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
         """Return the gradient that arrives at a block's end, and what layers above have left beside it."""

@@ -29,7 +29,8 @@ from zeroplan.engines.passes import (
 )
 from zeroplan.engines.rows import blocks_with_frozen, embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.sources import INPUT_BUFFER
-from zeroplan.ledger import Phase
+from zeroplan.ledger import Line, Phase
+from zeroplan.memo import Computed
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
@@ -57,6 +58,10 @@ class Beside(NamedTuple):
     are_higher_in_forward: bool
     """Whether the early one has no more alive in any block's forward."""
 
+    def is_above(self, block: int, held: int, at: _Place) -> bool:
+        """Whether the early one, with ``held`` elements gathered, has no more alive at a point of a block's backward."""
+        return held <= _least_held(self.traces, block, at) + self.spare
+
 
 class Training:
     """Forward and backward, including the last bucket. ``trace`` already has the persistent lines.
@@ -68,7 +73,9 @@ class Training:
     def __init__(self, trace: Trace, job: Job, these: Passes, taken: Taken, *, later: Beside | None = None) -> None:
         self.taken, self.later = taken, later
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
-        self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
+        self.tied, self._kept = tied_head_lines(job), Computed[int, Lines](lambda block: kept_before(these, block))
+        self._gathered = Computed[int, Line](lambda elements: gathered_line(job, elements))
+        self._swaps = swaps_optimizer(job.recipe)
 
     def run(self) -> None:
         """Run forward, loss and head backward, the blocks with their buckets, and the end."""
@@ -90,12 +97,10 @@ class Training:
             self.trace.at(f"{self.later.early}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
         else:
             self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
-        self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
+        self.trace.pass_by(*lines, self._gathered[gathered], *beside)
 
     def _enter(self, block: int) -> None:
         """Hold the activations that the blocks before this one keep."""
-        if block not in self._kept:
-            self._kept[block] = kept_before(self.these, block)
         self.trace.hold("kept", *self._kept[block])
 
     # --- forward ------------------------------------------------------------------------------------------------------------
@@ -213,10 +218,11 @@ class Training:
             weighting = point.place.at is At.WEIGHTING
             place = point.gradients, point.current_gradient, weighting, before == experts
             for block, held in self._highest(one, place, point):
-                if self._is_lower(block, held, place):
+                if self.later is not None and self.later.is_above(block, held, place):
                     continue
                 self._enter(block)
-                beside = (*self._waiting(block, point), *self.tied, *staying_lines(self.job, block, before))
+                stays = staying_lines(self.job, block, before) if self._swaps else ()
+                beside = (*self._waiting(block, point), *self.tied, *stays)
                 self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
             if weighting:
                 self._gather_experts(one, point)
@@ -234,10 +240,6 @@ class Training:
             lines = (incoming, *one.block.saved[:made])
             self._at("gathered for a block's recomputation", Phase.BACKWARD, held, lines, beside)
 
-    def _is_lower(self, block: int, held: int, at: _Place) -> bool:
-        """Whether an early micro-batch has no more alive at a point than a later one."""
-        return self.later is not None and held <= _least_held(self.later.traces, block, at) + self.later.spare
-
     def _highest(self, one: KindPass, at: _Place, point: BackwardPoint) -> _Highest:
         """Return the blocks of a kind with most gathered, including gradients that wait outside a bucket."""
         blocks, backward = one.blocks, self.gathered.backward
@@ -251,7 +253,7 @@ class Training:
 
         Along a stretch they grow evenly towards the first block, as activations shrink.
         """
-        if not swaps_optimizer(self.job.recipe):
+        if not self._swaps:
             return found
         ends = self.these.order.ends[self.these.order.of_block[one.last]]
         every = {block: _held(self.gathered.backward[block], *at) for block in ends} | dict(found)
