@@ -665,6 +665,7 @@ class _Backward(NamedTuple):
     """Elements of weight gradients made, of those being made, and of casts."""
     places: tuple[Place, ...]
     before: tuple[_Pick, ...]
+    """Empty if no moment has any."""
     arrived: tuple[int, ...]
     """Elements of gradients so far at each arrival of weight gradients."""
     at_arrival: tuple[_Pick, ...]
@@ -674,7 +675,8 @@ class _Backward(NamedTuple):
 def _backward(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> _Backward:
     """Return the moments of the backward, including those of the recomputation, and the arrivals of weight gradients."""
     stores, every, *_ = _texts(plan, "")
-    numbers, index = dict(zip(every, weights, strict=True)), dict(zip(stores, range(len(stores)), strict=True))
+    numbers = dict(zip([size.text for size in every], weights, strict=True))
+    index = dict(zip(stores, range(len(stores)), strict=True))
     beside = () if recompute == "none" else plan.input_apart
     moments = (*plan.again.get(recompute, ()), *plan.points)
 
@@ -688,14 +690,15 @@ def _backward(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> _Ba
         tuple([pick(one.stores) for one in moments]),
         tuple(map(tuple, each)) or ((), (), ()),
         tuple([one.place for one in moments]),
-        tuple([pick(one.before) for one in moments]),
+        tuple([pick(one.before) for one in moments]) if any(one.before for one in moments) else (),
         tuple([_sum(numbers, one.gradients) for one in plan.arrivals]),
         tuple([pick((*beside, *one.stores)) for one in plan.arrivals]),
     )
 
 
-def _sum(numbers: Mapping[Size, int], sizes: Elements) -> int:
-    return sum(map(numbers.__getitem__, sizes))
+def _sum(numbers: Mapping[str, int], sizes: Elements) -> int:
+    """Return the sum of weights, whose ``numbers`` are by text: that of a size takes a call."""
+    return sum([numbers[one.text] for one in sizes])
 
 
 #: Each makes a tuple of its fields in their order. Faster than keywords, for hundreds of them.
@@ -718,7 +721,7 @@ class Sizes:
         self._lines = dict(zip(texts.stores, self._every, strict=True))
         own = values if not plan.split else {**values, **{name: share.value(values) for name, share in SHARES.items()}}
         self._weights = tuple([int(size.value(own)) for size in texts.weights])
-        self._elements = dict(zip(texts.weights, self._weights, strict=True))
+        self._elements = dict(zip([size.text for size in texts.weights], self._weights, strict=True))
 
     def lines(self, stores: Stores) -> tuple[Line, ...]:
         """Return tensors as lines."""
@@ -736,7 +739,7 @@ class Sizes:
     def points(self, recompute: Recompute) -> tuple[BackwardPoint, ...]:
         """Return the moments of the backward."""
         of, every = _backward(self.plan, recompute, self._weights), self._every
-        lines, before = [one(every) for one in of.lines], [one(every) for one in of.before]
+        lines, before = [one(every) for one in of.lines], [one(every) for one in of.before] or repeat(())
         return tuple(map(_point, zip(of.names, lines, *of.elements, repeat(()), of.places, before)))  # noqa: B905  repeat has no end
 
     def handed(self, recompute: Recompute) -> tuple[GradientArrivals, ...]:
