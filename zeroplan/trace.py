@@ -33,14 +33,14 @@ class Inside:
     def totals(self) -> list[int]:
         """The total of each moment; ints, not columns. [bytes]"""
         if not self._totals:
-            lines = [chain.from_iterable(parts) for _, parts in self.points]
-            self._totals = [sum(map(_n_bytes, some)) for some in lines]  # type: ignore[arg-type]  # of one job
+            self._totals = [sum(map(_n_bytes, chain.from_iterable(parts))) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
         return self._totals
 
     @property
     def most(self) -> Int:
         """The highest total. [bytes]"""
-        return max(self.totals) if set(map(type, self.totals)) == {int} else maximum(0, *self.totals)
+        totals = self.totals
+        return max(totals) if set(map(type, totals)) == {int} else maximum(0, *totals)
 
     def highest(self, pools: Pools) -> Highest:
         """Return the highest total, and the highest of each pool. An engine always has the same pools. [bytes]"""
@@ -289,7 +289,8 @@ class Trace:
         if lines:
             self._alive[key] = lines
             self._together = None
-        elif self._alive.pop(key, None) is not None:
+        elif key in self._alive:
+            del self._alive[key]
             self._together = None
 
     def drop(self, *keys: Hashable) -> None:

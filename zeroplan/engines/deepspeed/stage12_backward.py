@@ -186,8 +186,8 @@ class Training(MicroBatch):
         """Return what is alive in the running block, which is the same in all blocks of a kind. [bytes]"""
         kind, made = place
         inside = 0 <= kind < len(self.these.kinds)
-        block = self.these.kinds[kind].last if inside else -1 if kind < 0 else self.these.n_blocks
-        return running_size(self.these, block, made) + total_bytes(self._tied_until(block, made))
+        block = self.these.kinds[kind].blocks[-1] if inside else -1 if kind < 0 else self.these.n_blocks
+        return running_size(self.these, block, made, self._tied_until(block, made))
 
     def _tied_until(self, block: int, made: int) -> Lines:
         """Return a tied head's gradient until the embedding's arrives, which is the last."""

@@ -284,7 +284,12 @@ def _shards(cut: Cut, *, trained: bool) -> Int:
 
 def shards_of(outside: Iterable[Group], blocks: Iterable[Group], layers: Iterable[int]) -> Int:
     """This rank's chunks of units outside the blocks, and of this many layers of each run. [elements]"""
-    return sum([group.shard for group in outside]) + weighted(layers, [group.shard for group in blocks])
+    elements: Int = 0
+    for group in outside:
+        elements = elements + group.shard
+    for group, count in zip(blocks, layers, strict=True):
+        elements = elements + count * group.shard
+    return elements
 
 
 def _parameter_line(elements: Int, width: int, which: str, symbol: str) -> Line:

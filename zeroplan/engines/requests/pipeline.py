@@ -209,7 +209,7 @@ class StageStep(fsdp2.Step):
         for unit in (*self.outside, *self.units):
             for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
                 self.copy_out(unit, index, group)
-                self.log.release(unit.gathered(index))
+                self.log.release(unit.gathered[index])
 
     def reshard_all(self) -> None:
         """Shard all units."""
