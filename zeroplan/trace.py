@@ -36,10 +36,9 @@ class Inside:
             self._totals = [sum(map(_n_bytes, chain.from_iterable(parts))) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
         return self._totals
 
-    @property
-    def most(self) -> Int:
-        """The highest total. [bytes]"""
-        totals = self.totals
+    def most(self, without: Kind | None = None) -> Int:
+        """Return the highest total, without the lines of a kind. [bytes]"""
+        totals = self.totals if without is None else [sum_without(chain.from_iterable(parts), without) for _, parts in self.points]
         return max(totals) if set(map(type, totals)) == {int} else maximum(0, *totals)
 
     def highest(self, pools: Pools) -> Highest:
@@ -78,7 +77,7 @@ class Entry(NamedTuple):
     def total_bytes(self) -> Int:
         """The total of the highest of its moments. [bytes]"""
         beside: Int = sum(map(total_bytes, self.alive))
-        return beside if self.inside is None else beside + self.inside.most
+        return beside if self.inside is None else beside + self.inside.most()
 
     def moment(self, at: int = 0) -> Moment:
         """Return one of the moments, with its lines joined."""
@@ -171,14 +170,23 @@ def totals_of(entries: Sequence[Entry], without: Kind | None = None) -> list[int
     alive = [entry.alive for entry in entries]
     keys = [tuple(map(id, groups)) for groups in alive]
     groups = dict(zip(chain.from_iterable(keys), chain.from_iterable(alive), strict=True))
-    insides: list[Int] = [0 if entry.inside is None else entry.inside.most for entry in entries]
+    insides: list[Int] = [0 if entry.inside is None else entry.inside.most(without) for entry in entries]
     every = map(_n_bytes, chain.from_iterable(groups.values()))
     if not set(map(type, chain(every, insides))) <= {int}:
         return None
-    counted = groups.values() if without is None else [[line for line in some if line[0] is not without] for some in groups.values()]
-    of_group = cast("dict[int, int]", dict(zip(groups, [sum(map(_n_bytes, some)) for some in counted], strict=True)))
+    totals = [sum(map(_n_bytes, some)) if without is None else sum_without(some, without) for some in groups.values()]
+    of_group = cast("dict[int, int]", dict(zip(groups, totals, strict=True)))
     both = zip(keys, cast("list[int]", insides), strict=True)
     return [sum(map(of_group.__getitem__, key), start=inside) for key, inside in both]
+
+
+def sum_without(lines: Iterable[Line], kind: Kind) -> Int:
+    """Return the total of the lines that are not of a kind. [bytes]"""
+    total: Int = 0
+    for line in lines:
+        if line[0] is not kind:
+            total = total + line[1]
+    return total
 
 
 def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:
@@ -199,10 +207,9 @@ def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:
     found, others = EMPTY, dict.fromkeys(_APART, EMPTY)
     for (phase, of), some in rows.items():
         most, inside = weights.at(some).most(), insides[of]
-        if inside is not None:
-            found = found.or_of(inside.highest(pools).and_of(most))
-        elif phase is not None:
-            others[phase] = most
+        most = most if inside is None else inside.highest(pools).and_of(most)
+        if phase is not None:
+            others[phase] = others[phase].or_of(most)
         else:
             found = found.or_of(most)
     return _with_others(found, others[Phase.INIT], others[Phase.FIRST])
@@ -221,19 +228,16 @@ def _with_others(found: Highest, begun: Highest, first: Highest) -> Highest:
 def _highest_of_ints(entries: Iterable[Entry], groups: Mapping[int, Sequence[Line]], pools: Pools) -> Highest:
     """Return the same if the lines of all groups are ints; those inside entries may be columns."""
     weights = {known: weigh(lines, pools) for known, lines in groups.items()}
-    single: list[Weight] = []
-    others: dict[Phase, list[Weight]] = {phase: [] for phase in _APART}
-    found = EMPTY
+    single: dict[Phase | None, list[Weight]] = {None: [], **{phase: [] for phase in _APART}}
+    found = dict.fromkeys(single, EMPTY)
     for entry in entries:
-        weight = together([weights[id(lines)] for lines in entry.alive])
+        weight, apart = together([weights[id(lines)] for lines in entry.alive]), entry.phase if entry.phase in _APART else None
         if entry.inside is not None:
-            found = found.or_of(beside(entry.inside.highest(pools), weight))
-        elif entry.phase in others:
-            others[entry.phase].append(weight)
+            found[apart] = found[apart].or_of(beside(entry.inside.highest(pools), weight))
         else:
-            single.append(weight)
-    begun, first = (most(weights) if weights else EMPTY for weights in others.values())
-    return _with_others(found.or_of(most(single)), begun, first)
+            single[apart].append(weight)
+    every, begun, first = (found[apart].or_of(most(some)) if some else found[apart] for apart, some in single.items())
+    return _with_others(every, begun, first)
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:

@@ -29,9 +29,9 @@ from zeroplan.engines.passes import (
 )
 from zeroplan.engines.rows import blocks_with_frozen, embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.sources import INPUT_BUFFER
-from zeroplan.ledger import Line, Phase
+from zeroplan.ledger import Phase
 from zeroplan.memo import Computed
-from zeroplan.trace import Trace
+from zeroplan.trace import Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _GATHERING = -1
@@ -74,7 +74,7 @@ class Training:
         self.taken, self.later = taken, later
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
         self.tied, self._kept = tied_head_lines(job), Computed[int, Lines](lambda block: kept_before(these, block))
-        self._gathered = Computed[int, Line](lambda elements: gathered_line(job, elements))
+        self._gathered = Computed[int, Lines](lambda elements: (gathered_line(job, elements),))
         self._swaps = swaps_optimizer(job.recipe)
 
     def run(self) -> None:
@@ -93,11 +93,15 @@ class Training:
 
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
         """Write a moment with these lines, this many gathered elements, and the gradients beside them."""
-        if self.later is not None:
-            self.trace.at(f"{self.later.early}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
-        else:
-            self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
-        self.trace.pass_by(*lines, self._gathered[gathered], *beside)
+        self.trace.at(*self._named(name, phase), of_forward=phase is Phase.LOSS or self._is_early_forward(phase))
+        self.trace.pass_by(*lines, *self._gathered[gathered], *beside)
+
+    def _named(self, name: str, phase: Phase) -> tuple[str, Phase]:
+        """Return the name and the phase of moments; those of an early micro-batch are of their own phase."""
+        return (name, phase) if self.later is None else (f"{self.later.early}: {name}", Phase.FIRST)
+
+    def _is_early_forward(self, phase: Phase) -> bool:
+        return self.later is not None and phase is not Phase.BACKWARD
 
     def _enter(self, block: int) -> None:
         """Hold the activations that the blocks before this one keep."""
@@ -213,6 +217,7 @@ class Training:
         """Write each point, and the gather of the experts before their first point."""
         experts = next((point.gradients for point in one.block.points if point.place.at is At.WEIGHTING), None)
         self._gather_again(one)
+        inside: dict[int, list[tuple[str, tuple[Lines, ...]]]] = {block: [] for block in reversed(one.blocks)}
         for point in one.block.points:
             before = point.gradients - point.current_gradient
             weighting = point.place.at is At.WEIGHTING
@@ -220,12 +225,15 @@ class Training:
             for block, held in self._highest(one, place, point):
                 if self.later is not None and self.later.is_above(block, held, place):
                     continue
-                self._enter(block)
                 stays = staying_lines(self.job, block, before) if self._swaps else ()
                 beside = (*self._waiting(block, point), *self.tied, *stays)
-                self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
+                inside[block] += ((point.name, (point.lines, self._gathered[held], beside)),)
             if weighting:
                 self._gather_experts(one, point)
+        for block, points in inside.items():
+            if points:
+                self._enter(block)
+                self.trace.pass_through(Inside(points), *self._named("backward of a block", Phase.BACKWARD))
 
     def _gather_again(self, one: KindPass) -> None:
         """Write the gathers of a recomputation, with what it has saved until then."""
@@ -244,7 +252,8 @@ class Training:
         """Return the blocks of a kind with most gathered, including gradients that wait outside a bucket."""
         blocks, backward = one.blocks, self.gathered.backward
         if self.job.recipe.deepspeed.contiguous_gradients:
-            return self._with_ends(one, _highest_blocks(self.gathered, blocks, at), at)
+            found = _highest_blocks(self.gathered, blocks, at)
+            return self._with_ends(one, found, at) if self._swaps else found
         most = rising(blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
         return self._with_ends(one, tuple((block, _held(backward[block], *at)) for block, _ in most), at)
 
