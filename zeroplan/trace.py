@@ -38,7 +38,9 @@ class Inside:
 
     def most(self, without: Kind | None = None) -> Int:
         """Return the highest total, without the lines of a kind. [bytes]"""
-        totals = self.totals if without is None else [sum_without(chain.from_iterable(parts), without) for _, parts in self.points]
+        totals = (
+            self.totals if without is None else [sum_without(chain.from_iterable(parts), without) for _, parts in self.points]
+        )
         return max(totals) if set(map(type, totals)) == {int} else maximum(0, *totals)
 
     def highest(self, pools: Pools) -> Highest:

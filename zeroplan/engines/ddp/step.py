@@ -60,8 +60,8 @@ class Training(MicroBatch):
 
     @cached_property
     def casts_go(self) -> bool:
-        """Whether autocast's 16-bit gradient is freed before a step in the backward. With experts a run has as much alive anyway."""
-        return bool(self.copied.in_forward) and all(len(each.parameter.shape) <= 2 for each in self.whole.executed)  # noqa: PLR2004  a matrix
+        """Whether a step in the backward comes after autocast's 16-bit gradient. With experts a run has as much alive anyway."""
+        return bool(self.copied.in_forward) and all(len(each.parameter.shape) <= 2 for each in self.whole.executed)
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
         """Return a whole gradient as a line, with ``symbol`` in its formula if given."""

@@ -21,7 +21,7 @@ from zeroplan.engines.formulas import product, sized, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.passes import Below, KindPass, Passes, kept_bytes, moments_below, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, groups_of, has_tied_head, head_elements, numel
-from zeroplan.ledger import Kind, Line, Phase, total_bytes
+from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.memo import Computed
 from zeroplan.numeric import Int, minimum
 from zeroplan.spec.recipe import OptimizerImpl

@@ -9,7 +9,7 @@ from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Bool, Int, added_up, ceil_div, weighted, where
+from zeroplan.numeric import Bool, Int, added_up, ceil_div, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import chain, repeat
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
@@ -684,11 +684,11 @@ def _backward(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> _Ba
         at = [index[one] for one in some]
         return itemgetter(*at) if len(at) > 1 else lambda lines: tuple([lines[one] for one in at])
 
-    each = [map(partial(_sum, numbers), some) for some in zip(*[(one.gradients, one.current, one.casts) for one in moments])]
+    each = [[_sum(numbers, some) for some in map(attrgetter(name), moments)] for name in ("gradients", "current", "casts")]
     return _Backward(
         tuple([one.name for one in moments]),
         tuple([pick(one.stores) for one in moments]),
-        tuple(map(tuple, each)) or ((), (), ()),
+        tuple(map(tuple, each)),
         tuple([one.place for one in moments]),
         tuple([pick(one.before) for one in moments]) if any(one.before for one in moments) else (),
         tuple([_sum(numbers, one.gradients) for one in plan.arrivals]),
@@ -740,7 +740,7 @@ class Sizes:
         """Return the moments of the backward."""
         of, every = _backward(self.plan, recompute, self._weights), self._every
         lines, before = [one(every) for one in of.lines], [one(every) for one in of.before] or repeat(())
-        return tuple(map(_point, zip(of.names, lines, *of.elements, repeat(()), of.places, before)))  # noqa: B905  repeat has no end
+        return tuple(map(_point, zip(of.names, lines, *of.elements, repeat(()), of.places, before)))
 
     def handed(self, recompute: Recompute) -> tuple[GradientArrivals, ...]:
         """Return the arrivals of weight gradients, with the live tensors."""
