@@ -208,10 +208,10 @@ def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> I
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     """Return one unit of these parameters, split into ``n`` ranks' chunks."""
-    shard = added_up(ceil_div(rows, n) * width for rows, width in _widths_by_rows(parameters))
-    sizes = tuple(parameter.numel for parameter in parameters)
-    twice = tuple(2 for _ in sizes)
-    adapted = tuple(0 if parameter.frozen else 2 for parameter in parameters)
+    shard = added_up([ceil_div(rows, n) * width for rows, width in _widths_by_rows(parameters)])
+    sizes = tuple([parameter.numel for parameter in parameters])
+    twice = (2,) * len(sizes)
+    adapted = tuple([0 if parameter.frozen else 2 for parameter in parameters])
     alone = cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=twice), cast_one_by_one(sizes, fetched=adapted)
     return Group(shard, shard * n, sum(sizes), symbol, *alone)
 
@@ -246,9 +246,9 @@ def local_tensors(tree: Layout, n: Int, tp: int, ep: int) -> tuple[LocalTensor, 
     """Return this rank's chunks of the parameters of a layout, in its order."""
     of_rank = partial(chunk, n=n, tp=tp, ep=ep)
     return (
-        *(of_rank(parameter, 1, in_block=False) for parameter in tree.embeddings),
-        *(of_rank(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
-        *(of_rank(parameter, 1, in_block=False) for parameter in tree.tail),
+        *[of_rank(parameter, 1, in_block=False) for parameter in tree.embeddings],
+        *[of_rank(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters],
+        *[of_rank(parameter, 1, in_block=False) for parameter in tree.tail],
     )
 
 

@@ -262,7 +262,7 @@ class Plan(NamedTuple):
         """Return whole gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
-        elements = sum(group.numel for group in outside) + weighted(layers, [group.numel for group in self.trained_blocks])
+        elements = sum([group.numel for group in outside]) + weighted(layers, [group.numel for group in self.trained_blocks])
         formula = left_formula(self.reduce_bytes, layers, self.trained_kinds, outside=sum_of("G", outside))
         reason = "whole gradients accumulated by earlier micro-batches"
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
@@ -444,8 +444,8 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "trained_kinds": tuple(group.symbol for group in cut.trained_blocks),
         "tail_elements": sum(parameter.numel for parameter in learning.tail),
         "tied_head_elements": 0 if learning.tied_head is None else learning.tied_head.numel,
-        "embedding_elements": max((one.numel for one in learning.embeddings if len(one.shape) > 1), default=0),
-        "projector_elements": sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
+        "embedding_elements": max([one.numel for one in learning.embeddings if len(one.shape) > 1], default=0),
+        "projector_elements": sum([one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)]),
         "last_root_elements": next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         "tower_layers": model.tower_layers,
         "first_ahead": model.num_hidden_layers - len(PREDICTS) * model.predictions if model.predictions else None,
