@@ -33,7 +33,7 @@ class Inside:
     def totals(self) -> list[int]:
         """The total of each moment; ints, not columns. [bytes]"""
         if not self._totals:
-            self._totals = [sum(map(_n_bytes, chain.from_iterable(parts))) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
+            self._totals = [sum(map(_n_bytes, chain.from_iterable(parts))) for _, parts in self.points]
         return self._totals
 
     def most(self, without: Kind | None = None) -> Int:

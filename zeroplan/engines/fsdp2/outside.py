@@ -53,8 +53,9 @@ def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
 def made_in_a_block(plan: Plan, points: tuple[BackwardPoint, ...]) -> list[tuple[Line]]:
     """Return the block's whole gradients at each point of its backward. [bytes]"""
     width, several = plan.width.compute, plan.several if plan.adds_up else 0
-    make = _made_in_a_block if isinstance(several, int) else _made_in_a_block.__wrapped__
-    return [make(width, several, point.gradients, point.current_gradient) for point in points]
+    if isinstance(several, int):
+        return [_made_in_a_block(width, several, point.gradients, point.current_gradient) for point in points]
+    return [_made_in_a_block.__wrapped__(width, several, point.gradients, point.current_gradient) for point in points]
 
 
 @lru_cache(maxsize=4096)
