@@ -217,7 +217,7 @@ class Training:
         """Write each point, and the gather of the experts before their first point."""
         experts = next((point.gradients for point in one.block.points if point.place.at is At.WEIGHTING), None)
         self._gather_again(one)
-        inside: dict[int, list[tuple[str, tuple[Lines, ...]]]] = {block: [] for block in reversed(one.blocks)}
+        inside: list[tuple[str, tuple[Lines, ...]]] = []
         for point in one.block.points:
             before = point.gradients - point.current_gradient
             weighting = point.place.at is At.WEIGHTING
@@ -227,13 +227,17 @@ class Training:
                     continue
                 stays = staying_lines(self.job, block, before) if self._swaps else ()
                 beside = (*self._waiting(block, point), *self.tied, *stays)
-                inside[block] += ((point.name, (point.lines, self._gathered[held], beside)),)
+                inside += ((point.name, (self._kept[block], point.lines, self._gathered[held], beside)),)
             if weighting:
+                self._pass_through(inside)
                 self._gather_experts(one, point)
-        for block, points in inside.items():
-            if points:
-                self._enter(block)
-                self.trace.pass_through(Inside(points), *self._named("backward of a block", Phase.BACKWARD))
+                inside = []
+        self._pass_through(inside)
+
+    def _pass_through(self, points: list[tuple[str, tuple[Lines, ...]]]) -> None:
+        """Write points of blocks' backward, each with what the blocks before its own keep."""
+        self.trace.hold("kept")
+        self.trace.pass_through(Inside(points), *self._named("backward of a block", Phase.BACKWARD))
 
     def _gather_again(self, one: KindPass) -> None:
         """Write the gathers of a recomputation, with what it has saved until then."""
