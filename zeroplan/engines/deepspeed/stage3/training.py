@@ -217,7 +217,7 @@ class Training:
         """Write each point, and the gather of the experts before their first point."""
         experts = next((point.gradients for point in one.block.points if point.place.at is At.WEIGHTING), None)
         self._gather_again(one)
-        inside: list[tuple[str, tuple[Lines, ...]]] = []
+        inside, checkpoint = list[tuple[str, tuple[Lines, ...]]](), checkpoint_beside(one)
         for point in one.block.points:
             before = point.gradients - point.current_gradient
             weighting = point.place.at is At.WEIGHTING
@@ -227,17 +227,18 @@ class Training:
                     continue
                 stays = staying_lines(self.job, block, before) if self._swaps else ()
                 beside = (*self._waiting(block, point), *self.tied, *stays)
-                inside += ((point.name, (self._kept[block], point.lines, self._gathered[held], beside)),)
+                inside += ((point.name, (self._kept[block], checkpoint, point.lines, self._gathered[held], beside)),)
             if weighting:
-                self._pass_through(inside)
+                self._pass_through(inside, checkpoint)
                 self._gather_experts(one, point)
                 inside = []
-        self._pass_through(inside)
+        self._pass_through(inside, checkpoint)
 
-    def _pass_through(self, points: list[tuple[str, tuple[Lines, ...]]]) -> None:
-        """Write points of blocks' backward, each with what the blocks before its own keep."""
-        self.trace.hold("kept")
+    def _pass_through(self, points: list[tuple[str, tuple[Lines, ...]]], checkpoint: Lines) -> None:
+        """Write points of blocks' backward, each with its block's checkpoint and what the blocks before it keep."""
+        self.trace.drop("kept", "checkpoint")
         self.trace.pass_through(Inside(points), *self._named("backward of a block", Phase.BACKWARD))
+        self.trace.hold("checkpoint", *checkpoint)
 
     def _gather_again(self, one: KindPass) -> None:
         """Write the gathers of a recomputation, with what it has saved until then."""
