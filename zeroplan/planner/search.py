@@ -319,10 +319,11 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     gpu = base.cluster.gpu
     beside = _workspaces(base, recipe)
     room = 0 if gpu is None else int(gpu.memory_bytes.value - beside - outside_column(grid, gpu).min())
-    fits = np.ones((1, grid.layouts), dtype=np.bool_)
+    fits, ends = np.ones((1, grid.layouts), dtype=np.bool_), (0, grid.pp - 1)
+    none = any(ranks.least_bytes(number) > room for number in ends)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         batch = grid.numbers_at(at)
-        if _exceeds(ranks, (0, grid.pp - 1), batch, room):
+        if none or _exceeds(ranks, ends, batch, room):
             fits[0] = grid.row(grid.micro_batch_size) < batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
