@@ -345,7 +345,8 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
     """Whether a rank's unsharded weights, which every stage below 3 holds, exceed the GPU's memory.
 
     Megatron also holds unsharded main gradients. DDP and stage 0 hold gradients whole, too: those that need over twice
-    the GPU's memory are left out, like Megatron's pipelines (``reach``).
+    the GPU's memory are left out, like Megatron's pipelines (``reach``). At stage 3 only a second partition (hpZ) counts, which
+    the ranks of a group share.
     """
     gpu = base.cluster.gpu
     if base.model.is_quantised:
@@ -356,8 +357,11 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
         narrow = options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16" or not options.main_weights
         width += 2 if narrow else 4
     whole = width * parameter_count(base.model) // (split.tp * split.pp * split.ep)
-    if gpu is None or recipe.zero_stage == 3:
+    if gpu is None:
         return False
+    if recipe.zero_stage == 3:
+        ways = recipe.deepspeed.zero_hpz_partition_size if recipe.engine == "deepspeed" else 1
+        return ways > 1 and whole // ways > gpu.memory_bytes.value
     keeps_all = (recipe.zero_stage == 0 or recipe.engine == "ddp") and not recipe.offloads
     stepped = (width + widths(recipe.precision).stored) * trained_count(base.model) if keeps_all else 0
     return whole > gpu.memory_bytes.value or stepped > 2 * gpu.memory_bytes.value
