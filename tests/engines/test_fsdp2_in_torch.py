@@ -138,7 +138,7 @@ def test_the_states_are_what_is_held_before_the_step(name: str):
 
 
 def test_fsdp_refuses_trained_weights_of_two_dtypes():
-    """Therefore a job in bf16 is refused if its routers stay in fp32. Frozen weights may have another dtype than the trained ones."""
+    """Therefore a job in bf16 is refused if its routers stay in fp32. Frozen weights may have another dtype than trained ones."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
