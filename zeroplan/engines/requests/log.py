@@ -139,7 +139,9 @@ class Log:
         """Request memory, if any, and hold it under a key."""
         if n_bytes:
             place = len(self.requests)
-            self.requests.append(tuple.__new__(Request, (n_bytes, kind, reason, self.layer, self.stream, is_scratch)))  # quicker
+            self.requests.append(
+                tuple.__new__(Request, (n_bytes, kind, reason, self.layer, self.stream, is_scratch))
+            )  # quicker
             self.events.append(place)
             self.held.setdefault(key, []).append(place)
 
