@@ -345,7 +345,7 @@ def test_selective_recomputation_keeps_what_it_is_not_asked_for(modules: str, be
     again = replace(plain.recipe, recompute="selective", megatron=MegatronOptions(recompute_modules=modules))
     one = replace(plain, recipe=again)
     costs = [cost_of(job, "moe") for job in (plain, one)]
-    assert _gone(*costs) == {line.reason for line in _kept(costs[0]) if line.reason.startswith(begins)}
+    assert _gone(*costs) == {line.reason for line in _kept_lines(costs[0]) if line.reason.startswith(begins)}
     assert estimate(one).moments[0].total_bytes < estimate(plain).moments[0].total_bytes
     assert total_bytes(costs[1].backward) <= total_bytes(costs[0].backward) + total_bytes(costs[0].kept) // 10
 
@@ -371,13 +371,13 @@ def test_a_norm_inside_a_matrix_has_no_checkpoint_of_its_own(
     assert {name for name in ("attention", "MLP") if any(f"{name}'s norm" in reason for reason in gone)} == norms
 
 
-def _kept(cost: Cost) -> tuple[Line, ...]:
+def _kept_lines(cost: Cost) -> tuple[Line, ...]:
     return (*cost.kept, *cost.statistics)
 
 
 def _gone(before: Cost, after: Cost) -> set[str]:
     """What the first keeps and the second does not, by its text."""
-    return {line.reason for line in _kept(before)} - {line.reason for line in _kept(after)}
+    return {line.reason for line in _kept_lines(before)} - {line.reason for line in _kept_lines(after)}
 
 
 def test_a_checkpoint_of_several_layers_runs_them_all_again() -> None:
