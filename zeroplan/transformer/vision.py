@@ -452,14 +452,15 @@ def _copies(vision: VisionSpec, frozen: tuple[bool, bool], *, recomputed: bool) 
 
 
 def pixels(
-    model: ModelSpec, batch: Batch, element: int = _FP32, reason: str = _PIXELS
+    model: ModelSpec, batch: Batch, copied: int | None = None, reason: str = _PIXELS
 ) -> tuple[Line, ...]:  # fmt: skip
-    """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]
+    """Return the pixels of the images: the training loop's fp32 tensor, or a copy with ``copied`` bytes per number. [bytes]
 
     Beside the loop's own, Llama 3.2 Vision's batch says which tiles each token sees.
     """
     vision = model.vision
     held: tuple[Line, ...] = ()
+    element = _FP32 if copied is None else copied
     each = 0 if vision is None else element * vision.patch_numbers * vision.images * vision.patches
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
@@ -470,7 +471,7 @@ def pixels(
         held = (Line(Kind.PARAMETERS, of_modules, on_attributes, str(of_modules), _FORWARD),) if of_modules else ()
     if not each:
         return held
-    if vision is not None and vision.cross_layers and reason == _PIXELS:
+    if vision is not None and vision.cross_layers and copied is None:
         size = 8 * vision.images * vision.tiles
         n_bytes = size * batch.micro_batch_size * batch.seq_len
         held = (Line(Kind.ACTIVATIONS, n_bytes, "which tiles each token sees, int64", f"{size}·T", _MLLAMA),)
