@@ -192,6 +192,8 @@ class Operator(NamedTuple):
     """The modules with weights whose forward runs it, outer modules first; only on a tape that marks modules."""
     on_host: tuple[Store, ...] = ()
     """Copies in host memory of its saved tensors. They return to the GPU for its backward."""
+    needs: tuple["Part", ...] = ()
+    """Parts of the program that a checkpoint of their own recomputes before its backward."""
 
 
 class Half(Enum):
@@ -246,6 +248,20 @@ class Exchange(NamedTuple):
     """Its largest buffer. [bytes]"""
     kept: bool = False
     """A selective checkpoint keeps its output, so the recomputation skips the collective."""
+
+
+class Part:
+    """A part of a program: the tensors that a checkpoint of its own frees, and when the backward makes them again."""
+
+    __slots__ = ("module", "since", "stores")
+
+    def __init__(self, module: str) -> None:
+        """``module``: its name among Megatron-Core's ``recompute_modules``, or another that code knows."""
+        self.module = module
+        self.stores = set[Store]()
+        """The tensors made in its forward, but for its output."""
+        self.since: int | None = None
+        """The number of moments of the backward before its tensors are made again."""
 
 
 class Owner:
@@ -443,7 +459,7 @@ class Tape:
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
         recomputed: bool = False, marking: bool = False, fused_softmax: bool = False, offloading: bool = False,
-        on_demand: bool = False,
+        on_demand: bool = False, brief: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
@@ -452,10 +468,11 @@ class Tape:
         reads it. ``marking``: the history marks modules with weights.
         ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies every saved tensor to host
         memory, once per operator that saves it, and copies it back for the operator's backward. ``on_demand``: the backward makes
-        each tensor that the checkpoint did not keep when it first needs it.
+        each tensor that the checkpoint did not keep when it first needs it. ``brief``: only the highest moments count, so that
+        a program may leave out repetitions.
         """
         self.demand = OnDemand() if on_demand else None
-        self.selected, self.recomputed = Selected(keeps=keeps_selected), recomputed
+        self.selected, self.recomputed, self.brief = Selected(keeps=keeps_selected), recomputed, brief
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow
@@ -470,6 +487,7 @@ class Tape:
         self.history, self.gradients, self.casts, self.cached = History(), WeightGradients(), [], []
         self.alive_at_forward, self.alive_at_backward, self.scratch = {}, {}, []
         self.name, self.place, self.before, self.freed = "", Place(), (), True
+        self._within: tuple[Part, ...] = ()
         self._last_saver, self._last_linear = (0, Alive("", (), (), (), ()), ()), Module.NONE
 
     def is_wide(self, dtype: Width) -> bool:
@@ -496,6 +514,8 @@ class Tape:
         if self.module and not tag.module:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
+        for part in self._within:
+            part.stores.add(store)
         self.alive[store] = None
         self.history.actions.append((Do.REQUEST, store))
         self.record()
@@ -701,6 +721,19 @@ class Tape:
         yield
         self.module = Module.NONE
 
+    @contextmanager
+    def within(self, part: Part) -> Iterator[None]:
+        """Count the tensors allocated inside as a part's. :meth:`end` says where the part's backward begins."""
+        around = self._within
+        self._within = (*around, part)
+        yield
+        self._within = around
+
+    def end(self, part: Part, *outputs: Value) -> None:
+        """Say that the backward of the last operator needs a part's tensors. ``outputs`` do not belong to it."""
+        part.stores.difference_update([one.store for one in outputs])
+        self.operators[-1] = self.operators[-1]._replace(needs=(*self.operators[-1].needs, part))
+
     def moments_until_last_saved(self) -> list[Alive]:
         """Return the moments up to the last operator that saves, where a recomputation stops (``early_stop``)."""
         before, last, outputs = self._last_saver
@@ -898,6 +931,8 @@ class Tape:
 
     def _begin(self, operator: Operator) -> None:
         self.name, self.place = operator.name, operator.place
+        for part in operator.needs:
+            part.since = len(self.moments) - (not self.freed)
         if self.place.at is At.LINEAR:
             self._last_linear = self.place.module
         elif self.place.at is At.ANYWHERE:
