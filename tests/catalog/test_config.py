@@ -15,6 +15,7 @@ from zeroplan.catalog.config import config_with_notes, model_from_config, read_c
 from zeroplan.catalog.model import model
 from zeroplan.errors import SpecError, UnknownNameError, ZeroplanError
 from zeroplan.spec.model import ModelSpec
+from zeroplan.transformer.params import parameter_count
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
@@ -171,6 +172,37 @@ def test_a_wrapper_may_state_what_ties_the_head():
 def test_kimi_k2_is_deepseek_v3_under_another_name():
     config = shipped_config("kimi-k2") | {"model_type": "kimi_k2"}
     assert model_from_config(config, name="kimi-k2") == model("kimi-k2")
+
+
+EXAONE_3_5_7_8B = {
+    "model_type": "exaone", "hidden_size": 4096, "intermediate_size": 14336, "num_layers": 32, "num_attention_heads": 32,
+    "vocab_size": 102400, "activation_function": "silu", "layer_norm_epsilon": 1e-5, "embed_dropout": 0.0,
+}  # fmt: skip
+
+
+def test_exaone_3_is_a_llama_with_old_names_of_keys():
+    """EXAONE 3.5 7.8B, whose key/value heads are the default of its class."""
+    found = config_with_notes(EXAONE_3_5_7_8B)
+    assert found.model.family == "llama"
+    assert found.model.num_key_value_heads == 8
+    assert parameter_count(found.model) == 7_818_448_896
+    assert found.notes == ()
+    assert "embed_dropout" in "".join(config_with_notes(EXAONE_3_5_7_8B | {"embed_dropout": 0.1}).notes)
+
+
+@pytest.mark.torch
+def test_transformers_builds_a_llama_of_an_exaone_3():
+    transformers = pytest.importorskip("transformers")
+    if "exaone" not in transformers.CONFIG_MAPPING:
+        pytest.skip("this release of transformers has no EXAONE 3; 5.24 has")
+    torch = pytest.importorskip("torch")
+    with torch.device("meta"):
+        config = transformers.CONFIG_MAPPING["exaone"](**{**EXAONE_3_5_7_8B, "num_layers": 2})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    assert type(model).__name__ == "LlamaForCausalLM"
+    read = model_from_config(EXAONE_3_5_7_8B | {"num_layers": 2})
+    assert parameter_count(read) == sum(weight.numel() for weight in model.parameters())
+    assert model_from_config(config.to_dict()) == read
 
 
 def test_dense_layers_of_qwen3_moe_come_first():

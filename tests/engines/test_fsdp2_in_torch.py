@@ -135,3 +135,26 @@ def test_the_states_are_what_is_held_before_the_step(name: str):
     case = CASES[name]
     states = fsdp2.account(case.model, case.recipe, case.mesh, case.batch).states
     assert sum(int(line.n_bytes) for line in states) == pytest.approx(second_step(case).live_bytes("step 1"), abs=SCALARS_BYTES)
+
+
+def test_fsdp_refuses_trained_weights_of_two_dtypes():
+    """Therefore a job in bf16 is refused if its routers stay in fp32. Frozen weights may have another dtype than trained ones."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    from tests.engines.sharded_training import fake_ranks
+
+    class Routed(nn.Sequential):
+        def __init__(self, *, trains_router: bool) -> None:
+            super().__init__(nn.Linear(4, 4).requires_grad_(trains_router), nn.Linear(4, 4, dtype=torch.bfloat16))
+
+        def forward(self, values: torch.Tensor) -> torch.Tensor:
+            return self[1](self[0](values).bfloat16())
+
+    with fake_ranks(job(n=2)) as mesh:
+        with pytest.raises(AssertionError, match="uniform original parameter dtype"):
+            fully_shard(Routed(trains_router=True), mesh=mesh)(torch.zeros(1, 4))
+        with pytest.raises(ValueError, match="uniform dtype"):
+            FullyShardedDataParallel(Routed(trains_router=True), device_id=torch.device("cpu"))
+        fully_shard(Routed(trains_router=False), mesh=mesh)(torch.zeros(1, 4)).sum().backward()

@@ -76,6 +76,9 @@ def test_bounds_answer_whether_a_rank_fits_before_its_peak_is_known(asked: JobSp
         weigher, numbers = weigher_of(asked)
         room = int(share * peaks[0])
         assert [weigher.rank(rank, numbers).exceeds(room) for rank in range(len(peaks))] == [peak > room for peak in peaks]
+    least = [weigher.least_bytes(rank) for rank in range(len(peaks))]
+    assert all(bound <= peak for bound, peak in zip(least, peaks, strict=True))
+    assert all(least) is weigher.is_plain
 
 
 def test_no_pass_is_above_its_bound(asked: JobSpec, monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
+from tests.measured.drawn import as_ran
 from zeroplan import BatchSpec, JobSpec, MeshSpec, RecipeSpec, estimate
 from zeroplan.catalog.model import model
 from zeroplan.errors import SpecError
@@ -121,9 +122,10 @@ def job_of(dice: Dice, said: dict[str, object], mesh: MeshSpec) -> JobSpec:
     runs_all = (said["engine"], said["zero_stage"]) == ("ddp", 1) or some is not None
     few = min(layers, _LAYERS_RUN // accumulated) if runs_all else layers
     recipe = recipe if some is None else replace(recipe, recompute_layers=min(some, few))
+    cut = _cut(whole, few)
     return JobSpec(
-        model=_cut(whole, few),
-        recipe=recipe,
+        model=cut,
+        recipe=as_ran(recipe, cut),
         mesh=mesh,
         batch=BatchSpec(micro_batch_size=micro_batch, seq_len=seq_len, grad_accum_steps=accumulated),
     )

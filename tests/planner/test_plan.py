@@ -208,6 +208,18 @@ def test_how_far_off_is_said_where_the_weights_alone_are_too_large():
     assert all(rival.layout.least_bytes > 4 * 70e9 for rival in answer.rivals)
 
 
+def test_a_second_partition_that_alone_exceeds_the_gpu_is_not_evaluated():
+    """Eight ranks share 405B weights of two bytes, and each has more of them than an H100 holds."""
+    for model, partitions in (("llama-3.1-405b", {1}), ("llama-3.1-70b", {1, 8})):
+        base = job(model=model, gpu="h100", gpus=64, seq_len=512)
+        answer = search(base, Fixed(engine="deepspeed", zero_stage=3, recompute="full", global_batch_size=64))
+        assert {one.recipe.deepspeed.zero_hpz_partition_size for one in answer.found} == partitions
+        assert answer.tally.has(Rule.WEIGHTS) is (partitions == {1})
+    one = job(model="llama-3.1-405b", gpu="h100", gpus=64, seq_len=512, engine="deepspeed", stage=3, recompute="full")
+    second = replace(one.recipe, deepspeed=replace(one.recipe.deepspeed, zero_hpz_partition_size=8))
+    assert estimate(replace(one, recipe=second)).verdict == "does not fit"
+
+
 def test_no_number_is_larger_than_a_column_holds():
     """The largest of what is taken: memory and traffic stay positive and in order."""
     base = job(model="llama-3.1-405b", gpu="h100", gpus=8, seq_len=8192, attention="eager")

@@ -292,7 +292,7 @@ def runs_of(case: Case, numbers: Sequence[int]) -> list[BlockRun]:
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
-        for weight in model.parameters() if spec.traits.wide_router == "yes" else ():
+        for weight in model.parameters() if spec.traits.wide_router != "no" else ():
             weight.data = weight.data.to(stored)  # as DeepSpeed and FSDP2's policy do
         if compute.offloaded:
             offload_blocks(model, find_blocks(model))

@@ -56,7 +56,8 @@ def _job(case: Case, **recipe: object) -> JobSpec:
         layer_pattern="*E" + "ae" * case.depths, predictions=case.depths, predictor_repeats=case.repeats, moe=experts,
         linear=LinearSpec(num_key_heads=2, num_value_heads=4, key_head_dim=8, value_head_dim=8),
     )  # fmt: skip
-    said = {"fused_kernels": "norm-in-one,grouped-experts,output-copied", "keep_logits": True, "precision": "bf16", **recipe}
+    said = {"fused_kernels": "norm-in-one,grouped-experts,output-copied", "keep_logits": True, "precision": "bf16",
+            "transformers": "5.12", **recipe}  # fmt: skip
     return JobSpec(
         model=model, mesh=MeshSpec(dp_shard=1), batch=BatchSpec(micro_batch_size=1, seq_len=case.tokens),
         recipe=RecipeSpec(engine="fsdp2", zero_stage=3, optimizer="sgd", **said),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from zeroplan import estimate, job
 from zeroplan.expr import Size
 from zeroplan.ledger import Kind
 from zeroplan.transformer.families import operators as op
+from zeroplan.transformer.families import ring
 from zeroplan.transformer.families.highest import highest
 from zeroplan.transformer.families.tape import Alive, Mode, Site, Store, Tape, Value
+from zeroplan.transformer.families.traced import plan_of
 from zeroplan.transformer.symbols import T, e, f, h, k, q, r
 
 HERE = Site("product", "here")
@@ -142,3 +145,16 @@ def test_where_nothing_is_saved_nothing_is_run_again() -> None:
     given = Value(tape.make(Kind.ACTIVATIONS, "input", e * T * h, "here"), e, T * h)
     op.linear(tape, given, f, HERE)
     assert [one.stores for one in tape.moments_until_last_saved()] == [()]
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_rings_repeated_steps_are_no_maxima(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan leaves them out. It has the same moments with all of them."""
+    asked = job(model="llama-3.1-8b", gpus=8, context_parallel=8, seq_len=16384, recompute=recompute)
+    plan_of.cache_clear()
+    without = estimate(asked)
+    monkeypatch.setattr(ring, "_others", lambda _tape, ranks: range(1, ranks))
+    plan_of.cache_clear()
+    assert estimate(asked).moments == without.moments
+    assert plan_of.cache_info().misses
+    plan_of.cache_clear()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.catalog.config_gemma4 import has_own_embeddings, of_full_attention, period_of, refuse_other_gemmas
-from zeroplan.catalog.config_keys import OTHER_KINDS, SAME_AS
+from zeroplan.catalog.config_keys import EXAONE_DEFAULTS, EXAONE_NAMES, OTHER_KINDS, SAME_AS
 from zeroplan.catalog.config_parts import text_part
 from zeroplan.catalog.config_rest import (
     INDEX_FIELDS,
@@ -86,7 +86,7 @@ def config_with_notes(config: Mapping[str, object], *, name: str = "", treat_as:
         raise SpecError(f"config.json holds {shown(config)}, not a JSON object; give the model's own config.json")
     _refuse_other_kinds(config)
     part = text_part(config)
-    text, is_part = _of_kimi(of_full_attention(part.config)), part.is_part
+    text, is_part = _of_exaone(_of_kimi(of_full_attention(part.config))), part.is_part
     source = _Source(text, _family(text, treat_as))
     _demand_required(source)
     _refuse_other_architectures(source)
@@ -112,6 +112,14 @@ def _of_kimi(config: Config) -> Config:
     found = {key: own[old] for old, key in _OF_LINEAR_ATTENTION.items() if old in own}
     made = {"layer_types": every, "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(layers)]}
     return {**config, **found, **{key: value for key, value in made.items() if config.get(key) is None}}
+
+
+def _of_exaone(config: Config) -> Config:
+    """Return an EXAONE 3's config with Llama's keys, and the defaults of its own class."""
+    if config.get("model_type") != "exaone":
+        return config
+    said = {key: value for key, value in config.items() if key != "embed_dropout" or value}  # of LG's own code
+    return {**EXAONE_DEFAULTS, **{EXAONE_NAMES.get(key, key): value for key, value in said.items()}}
 
 
 def _treated(model_type: object, treat_as: str | None) -> Iterator[str]:

@@ -5,8 +5,12 @@
 SAME_AS = {
     "kimi_k2": "deepseek_v3", "qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe", "gemma4_unified_text": "gemma4_text", "qwen2_5_omni_text": "qwen2",
-    "qwen3_omni_moe_text": "qwen3_moe", "iquestcoder": "llama",
+    "qwen3_omni_moe_text": "qwen3_moe", "iquestcoder": "llama", "exaone": "llama",
 }  # fmt: skip
+#: EXAONE 3's names of keys, and defaults that differ from Llama's. Source: transformers 5.24,
+#: ``models/exaone/configuration_exaone.py``; its model is ``LlamaForCausalLM``.
+EXAONE_NAMES = {"num_layers": "num_hidden_layers", "layer_norm_epsilon": "rms_norm_eps", "activation_function": "hidden_act"}
+EXAONE_DEFAULTS = {"num_key_value_heads": 8, "max_position_embeddings": 4096}
 OTHER_KINDS: dict[str, tuple[str, ...]] = {
     "an encoder-decoder model": (
         "t5", "mt5", "umt5", "longt5", "t5gemma", "switch_transformers", "bart", "mbart", "plbart", "pegasus", "marian",

@@ -64,9 +64,8 @@ class Bounds:
 
     def _sizes_of_pipelines(self, grid: Grid) -> Iterator[int]:
         """Yield the micro-batches of all pipelines of these degrees, whose times are then computed at once."""
-        split = grid.degrees
         for one in self._degrees:
-            if one._replace(pp=1) == split._replace(pp=1):
+            if (one.tp, one.cp, one.ep) == (grid.tp, grid.cp, grid.ep):
                 yield from batches(self.base, self.fixed, self.base.mesh.world_size // one.model_ranks)[0].tolist()
 
     @cached_property

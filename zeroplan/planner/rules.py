@@ -21,7 +21,7 @@ class Rule(StrEnum):
     EMITTED = "the requested file cannot express it"
     ENGINE = "the engine refuses it, or it is not modelled"
     SLOW = "even a lower bound of the pipeline's step time is clearly above the time of a layout that fits"
-    WEIGHTS = "the whole model's weights, which its stage does not shard, do not fit the GPU"
+    WEIGHTS = "the weights that it does not shard over all ranks do not fit the GPU"
     MEMORY = "it does not fit the GPU"
     TIGHT = "it fits, but not with the allocator's cache and the margin that a plan keeps free"
 

@@ -319,10 +319,11 @@ def _with_room(base: JobSpec, recipe: RecipeSpec, grid: Grid, tally: Tally, rank
     gpu = base.cluster.gpu
     beside = _workspaces(base, recipe)
     room = 0 if gpu is None else int(gpu.memory_bytes.value - beside - outside_column(grid, gpu).min())
-    fits = np.ones((1, grid.layouts), dtype=np.bool_)
+    fits, ends = np.ones((1, grid.layouts), dtype=np.bool_), (0, grid.pp - 1)
+    none = any(ranks.least_bytes(number) > room for number in ends)
     for at in np.argsort(grid.row(grid.micro_batch_size), kind="stable").tolist():
         batch = grid.numbers_at(at)
-        if _exceeds(ranks, (0, grid.pp - 1), batch, room):
+        if none or _exceeds(ranks, ends, batch, room):
             fits[0] = grid.row(grid.micro_batch_size) < batch.micro_batch_size
             break
     tally.cut(Rule.MEMORY, int((~fits).sum()))
@@ -344,7 +345,8 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
     """Whether a rank's unsharded weights, which every stage below 3 holds, exceed the GPU's memory.
 
     Megatron also holds unsharded main gradients. DDP and stage 0 hold gradients whole, too: those that need over twice
-    the GPU's memory are left out, like Megatron's pipelines (``reach``).
+    the GPU's memory are left out, like Megatron's pipelines (``reach``). At stage 3 only a second partition (hpZ) counts, which
+    the ranks of a group share.
     """
     gpu = base.cluster.gpu
     if base.model.is_quantised:
@@ -355,8 +357,11 @@ def weights_alone_are_too_large(base: JobSpec, recipe: RecipeSpec, split: Degree
         narrow = options.grad_reduce_in_bf16 or options.main_grads_dtype == "bf16" or not options.main_weights
         width += 2 if narrow else 4
     whole = width * parameter_count(base.model) // (split.tp * split.pp * split.ep)
-    if gpu is None or recipe.zero_stage == 3:
+    if gpu is None:
         return False
+    if recipe.zero_stage == 3:
+        ways = recipe.deepspeed.zero_hpz_partition_size if recipe.engine == "deepspeed" else 1
+        return ways > 1 and whole // ways > gpu.memory_bytes.value
     keeps_all = (recipe.zero_stage == 0 or recipe.engine == "ddp") and not recipe.offloads
     stepped = (width + widths(recipe.precision).stored) * trained_count(base.model) if keeps_all else 0
     return whole > gpu.memory_bytes.value or stepped > 2 * gpu.memory_bytes.value

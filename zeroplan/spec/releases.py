@@ -19,7 +19,9 @@ class Release(NamedTuple):
     Read in 4.39.3, 4.43.3, 4.44.2, 4.45.2, 4.46.0, 4.48.1, 4.49.0, 4.50.0, 4.51.0, 4.53.0, 4.54.1, 4.55.0, 4.56.2, 4.57.3, 5.0.0
     and 5.23.0: ``models/llama/modeling_llama.py``, ``loss/loss_utils.py``, ``integrations/sdpa_attention.py`` and
     ``masking_utils.py``; in those before 4.48 also ``models/mistral/modeling_mistral.py`` and ``models/qwen2/modeling_qwen2.py``.
-    In 5.24.0: the ``modeling_*.py`` of every family. Its other changes are names (``cache`` for ``past_key_values``).
+    In 5.24.0: the ``modeling_*.py`` of every family. Beside routers and names (``cache`` for ``past_key_values``), models of images
+    changed: their output holds the vision tower's output until the loss is done (``image_outputs``; in LLaVA all hidden states of
+    the tower). This is not counted.
     """
 
     wide_logits: bool = False

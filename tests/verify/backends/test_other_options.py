@@ -53,7 +53,7 @@ JOBS = {
     # The shard that a block is resharded to lives until it is copied out. The cast for the next gather is as large.
     "fsdp2, resharded two ways, experts": job("deepseek-v3", 5, ranks=4, fsdp2=Fsdp2Options(reshard_after_forward=2)),
     "fsdp2, resharded two ways, bf16": job(
-        "deepseek-v3", 5, ranks=4, precision="bf16", fsdp2=Fsdp2Options(reshard_after_forward=2)
+        "qwen3-30b-a3b", 3, ranks=4, precision="bf16", fsdp2=Fsdp2Options(reshard_after_forward=2)
     ),
     # ``reshard_after_forward`` equal to the number of ranks is the same as ``True``.
     "fsdp2, resharded all ways": job("qwen3-30b-a3b", 3, ranks=2, fsdp2=Fsdp2Options(reshard_after_forward=2)),

@@ -146,7 +146,7 @@ def test_a_rank_of_sparse_attention_takes_what_the_estimate_says(rank: int, reco
 
     torch.set_num_threads(1)
     model = replace(model_from_config(tiny_config("glm_moe_dsa")), num_hidden_layers=8)
-    job = _job(Case(rank, {"zero_stage": 3, "precision": "bf16", "recompute": recompute}, micro_batches=2))
+    job = _job(Case(rank, {"zero_stage": 3, "precision": "bf16-mixed", "recompute": recompute}, micro_batches=2))
     seen = compare_with_estimate(simulate(replace(job, model=model), rank=2 * rank))
     keys = 4 * model.mla.index_topk * 2 * 32  # type: ignore[union-attr]  # of a micro-batch
     for row in (*seen.phases, seen.peak, seen.held):

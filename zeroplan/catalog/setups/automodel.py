@@ -67,6 +67,7 @@ def automodel_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     _auto_predictions(reading)
     ranks = _auto_degrees(reading, gpus)
     _auto_precision(reading)
+    _auto_release(reading)
     each = _auto_pipeline(reading) or reading.number("micro_batch", "step_scheduler.local_batch_size", default=1) or 1
     key = "step_scheduler.global_batch_size"
     reading.set_steps(key, table.count(key), each * ranks)
@@ -165,6 +166,16 @@ def _auto_precision(reading: Reading) -> None:
     word = str(table.get("model.torch_dtype") or table.get("model.config.torch_dtype") or "auto").rpartition(".")[2]
     kind = "bf16-mixed" if word in ("float32", "fp32") else "bf16"
     reading.set("precision", "model.torch_dtype", kind, also=("bf16-mixed",))
+
+
+def _auto_release(reading: Reading) -> None:
+    """Set the release of transformers that AutoModel pins for models whose routers a later one keeps in fp32.
+
+    Source: NeMo AutoModel 003a9619, pyproject.toml.
+    """
+    model = reading.known_model()
+    if model is not None and model.moe is not None and model.traits.wide_router == "since 5.24":
+        reading.set("transformers", "model", "5.12", filled=True)
 
 
 def _auto_recompute(reading: Reading) -> bool:

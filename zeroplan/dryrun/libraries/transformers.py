@@ -53,14 +53,16 @@ def _no_end(settings: dict[str, Any]) -> int:
 @torch.no_grad()
 def _most_at_once(model: Any, first: dict[str, torch.Tensor], new: int) -> None:  # noqa: ANN401
     rows, length = first["input_ids"].shape
-    cache = model(**first, use_cache=True, logits_to_keep=1).past_key_values
+    returned = model(**first, use_cache=True, logits_to_keep=1)
+    name = "cache" if "cache" in returned else "past_key_values"  # before 5.24; 5.40 drops the old name
+    cache = getattr(returned, name)
     for index, layer in enumerate(getattr(cache, "layers", ())):
         if new > 2 and isinstance(getattr(layer, "keys", None), torch.Tensor):
             shape = (rows, layer.keys.shape[1], new - 2, layer.keys.shape[3])
             cache.update(layer.keys.new_empty(shape), layer.values.new_empty((*shape[:3], layer.values.shape[3])), index)
     last = torch.zeros((rows, 1), dtype=torch.int64, device=first["input_ids"].device)
     mask = torch.ones((rows, length + max(new - 1, 1)), dtype=torch.int64, device=last.device)
-    model(input_ids=last, attention_mask=mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=last, attention_mask=mask, use_cache=True, logits_to_keep=1, **{name: cache})
 
 
 PATCHES: dict[str, Patch] = {

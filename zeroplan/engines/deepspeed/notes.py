@@ -1,7 +1,7 @@
 """The gathered elements over a pass under ZeRO-3: the notes that a coordinator's pass leaves, and their summary."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from copy import copy
 from functools import lru_cache
 from typing import NamedTuple
@@ -114,10 +114,15 @@ class Gathered:
                 self.embedding = max(self.embedding, note.gathering)
                 self.below += [note] if step.parameters else []
         self._after_blocks(after_blocks)
-        self.again = tuple(map(_gathered_again, blocks))
+        numbers: dict[Hashable, int] = {}
+        which = [numbers.setdefault(_decisive(block), len(numbers)) for block in blocks]
+        alike = dict(zip(which, blocks, strict=True))
+        again = [*map(_gathered_again, alike.values())]
+        self.again = tuple([again[number] for number in which])
         if all(self.whole.trained):
             known: dict[tuple[Note, ...], tuple[Note, ...]] = {}
-            self.backward = tuple([known.setdefault(notes, notes) for notes in map(per_gradient, blocks)])
+            merged = [known.setdefault(notes, notes) for notes in map(per_gradient, alike.values())]
+            self.backward = tuple([merged[number] for number in which])
         else:
             making = ([(step, note) for step, note in block if not self._idle(step)] for block in blocks)
             self.backward, self.modules = tuple(map(per_gradient, making)), tuple(map(per_module, blocks))
@@ -133,6 +138,12 @@ class Gathered:
     def _idle(self, step: Step) -> bool:
         """Whether a module has parameters and makes no gradients."""
         return bool(step.parameters) and not any(self.whole.trained[index] for index in step.parameters)
+
+
+def _decisive(notes: list[Noted]) -> Hashable:
+    """Return all that decides a block's merged notes. Most blocks have the same."""
+    modules = tuple([(step.name, step.direction, not step.parameters) for step, _ in notes])
+    return modules, tuple([note for _, note in notes])
 
 
 def _gathered_again(notes: list[Noted]) -> tuple[tuple[str, int], ...]:

@@ -7,7 +7,7 @@ waiting bytes are added to its peak. :func:`~zeroplan.engines.pipeline.accounts`
 import sys
 from collections.abc import Hashable, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from operator import le
 from typing import NamedTuple
 
@@ -29,13 +29,14 @@ from zeroplan.engines.pipeline.passes import StagePass, only_in_flight
 from zeroplan.engines.pipeline.stage import StagePlan, layers_of, recipe_of, stage_plan_of
 from zeroplan.engines.pipeline.waiting import Rank, highest_of_alike, sizes_of, waits
 from zeroplan.engines.pipeline.walk import State
+from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.memo import recalled
+from zeroplan.memo import Computed, recalled
 from zeroplan.spec.batch import Batch, Numbers, of_a_rank
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.pipeline import SPLIT, Stage
-from zeroplan.spec.recipe import RecipeSpec
+from zeroplan.spec.recipe import ADAM, RecipeSpec
 from zeroplan.trace import Entry, beside, entry_of, highest_of
 from zeroplan.weights import Highest, Pools, Weight, in_pools, together, total, weigh
 
@@ -105,10 +106,25 @@ class Weigher:
         plain = replace(self.here.recipe, pipeline_schedule=None, pipeline_stages_per_rank=None, pipeline_layers=None)
         self.is_plain = _is_plain(model, self.here.recipe)
         self._alike = recalled(lambda: (Weigher, plain), lambda: plain)  # one object for all that are equal
+        self._ranks = Computed["tuple[int, Numbers]", WeighedRank](lambda key: WeighedRank(self, *key))
 
     def rank(self, number: int, batch: Numbers) -> "WeighedRank":
         """Return one of the ranks with a batch."""
-        return WeighedRank(self, number, batch)
+        return self._ranks[number, batch]
+
+    def least_bytes(self, number: int) -> int:
+        """Return a lower bound of a rank's peak with any batch: its shards of weights, gradients and Adam's states. [bytes]
+
+        All of them are there when the optimizer steps, whatever is recomputed, and in whatever order the schedule runs. It needs no
+        plan of a stage.
+        """
+        here, mesh = self.here, self.mesh
+        if not self.is_plain:
+            return 0
+        sharing = mesh.dp_shard * mesh.cp * mesh.tp
+        elements = sum(_elements(here.model, here.stages[at]) for at in here.indices(number))
+        copies = 1 + (not here.recipe.fsdp2.step_in_backward) + 2 * (here.recipe.optimizer in ADAM)
+        return copies * widths(here.recipe.precision).stored * elements // sharing
 
     def worked(self, stage: Stage, batch: Numbers) -> Worked:
         """Return a stage's sizes, shared by all equal stages."""
@@ -124,6 +140,14 @@ class Weigher:
             return Worked, id(fewer), id(part), id(self._alike), again, split, stage.is_first, stage.is_last, numbers
 
         return recalled(key, lambda: Worked(stage_plan_of(fewer, part, own, mesh, local, stage), (fewer, part), self.pools))
+
+
+@lru_cache(maxsize=4096)
+def _elements(model: ModelSpec, stage: Stage) -> int:
+    """Return the elements of a stage's parameters, on all ranks together."""
+    tree = layers_of(model, stage)[1]
+    of_blocks = sum(run.layers * one.numel for run in tree.runs for one in run.parameters)
+    return of_blocks + sum(one.numel for one in (*tree.embeddings, *tree.tail))
 
 
 def _is_plain(model: ModelSpec, recipe: RecipeSpec) -> bool:

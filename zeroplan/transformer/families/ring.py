@@ -8,6 +8,8 @@ around the ring.
 Source: torch 2.13, ``torch/distributed/tensor/experimental/_context_parallel/_attention.py``.
 """
 
+from collections.abc import Iterable
+
 from zeroplan.expr import Size
 from zeroplan.ledger import Among
 from zeroplan.transformer.families.attention import Attended, Heads, HeadSize, flash_scratch, in_order_of_tokens
@@ -21,6 +23,8 @@ BACKWARD = (
     "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _templated_ring_attention_backward"
 )
 MERGE = "torch 2.13, torch/distributed/tensor/experimental/_context_parallel/_attention.py, _SDPAMerger"
+#: The first steps of a ring, each of which may begin with other tensors alive than the one before.
+_DIFFERING = 3
 _PAIR = e * T * (k + v)
 _PASSED_ON = Exchange("all_to_all", Among.SEQUENCE, 4 * T * (k + v))
 
@@ -38,7 +42,7 @@ def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> A
 
     def backward(tape: Tape, _grad_outputs: list[Store]) -> Arriving:
         ring = _RingBackward(tape, heads, ranks, size)
-        for other in range(1, ranks):
+        for other in _others(tape, ranks):
             ring.step(other)
         return ring.end()
 
@@ -48,6 +52,11 @@ def ring_attention(tape: Tape, heads: Heads, *, ranks: int, size: HeadSize) -> A
     tape.drop(sums)
     one_head = heads.one_key and not heads.grouped
     return Attended(made if one_head else in_order_of_tokens(tape, made, "attention output in the order of tokens"))
+
+
+def _others(tape: Tape, ranks: int) -> Iterable[int]:
+    """Return the other ranks in sequence; of a brief tape those whose steps differ: from the fourth on, all but the last repeat."""
+    return [*range(1, min(ranks - 1, _DIFFERING + 1)), ranks - 1] if tape.brief else range(1, ranks)
 
 
 def _gathers(ranks: int) -> Exchange:
@@ -80,7 +89,7 @@ def _forward(tape: Tape, heads: Heads, ranks: int) -> Store:
     )
     parts: tuple[Store, ...] = (part,)
     merged = make("output so far, fp32", 4 * T * q)
-    for other in range(1, ranks):
+    for other in _others(tape, ranks):
         if other < ranks - 1:
             tape.drop(tape.make(TEMPORARY, "keys and values that nothing reads", _PAIR, FORWARD))
         if other == 1:

@@ -443,7 +443,7 @@ class Tape:
     def __init__(
         self, *, wide: bool, autocast: bool, saving: bool, narrow: bool = False, keeps_selected: bool = False,
         recomputed: bool = False, marking: bool = False, fused_softmax: bool = False, offloading: bool = False,
-        on_demand: bool = False,
+        on_demand: bool = False, brief: bool = False,
     ) -> None:  # fmt: skip
         """``wide``: the compute dtype is fp32. ``saving``: operators save tensors, as they do outside a checkpoint.
 
@@ -452,10 +452,11 @@ class Tape:
         reads it. ``marking``: the history marks modules with weights.
         ``fused_softmax``: a softmax in fp32 reads 16 bits itself. ``offloading``: autograd copies every saved tensor to host
         memory, once per operator that saves it, and copies it back for the operator's backward. ``on_demand``: the backward makes
-        each tensor that the checkpoint did not keep when it first needs it.
+        each tensor that the checkpoint did not keep when it first needs it. ``brief``: only the highest moments count, so that
+        a program may leave out repetitions.
         """
         self.demand = OnDemand() if on_demand else None
-        self.selected, self.recomputed = Selected(keeps=keeps_selected), recomputed
+        self.selected, self.recomputed, self.brief = Selected(keeps=keeps_selected), recomputed, brief
         self.marks, self.host = Marks() if marking else None, InHost() if offloading else None
         self.wide, self.autocast, self.saving, self.fused_softmax = wide, autocast, saving, fused_softmax
         self.wide_residual = autocast and not narrow

@@ -414,7 +414,7 @@ def plan_of(structure: Block, *, run_again: bool) -> Plan:
     """
     checkpoints: tuple[Recompute, ...] = ("full", "selective") if structure.recompute == "none" else (structure.recompute,)
     keeps = structure.made_on_demand and structure.recompute == "selective"
-    ran = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps)
+    ran = run_forward(structure, saving=True, recomputed=run_again, keeps_selected=keeps, brief=True)
     plan = _plan_of(structure, *ran, checkpoints if run_again else ())
     return of_a_rank(plan, whole=structure.whole_sequences) if structure.sharded else plan
 
@@ -430,7 +430,7 @@ def _plan_of(structure: Block, tape: Tape, given: Value, output: Value, checkpoi
     above = partial(_above_the_backward, tape, given=given.store, dtypes=dtypes, by_place=by_place)
 
     def forward(*, keeping: bool) -> Forward:
-        again = run_forward(structure, saving=False, given=given.store, keeps_selected=keeping)[0]
+        again = run_forward(structure, saving=False, given=given.store, keeps_selected=keeping, brief=True)[0]
         handed = with_twins(again.history.handed)
         kept = (*again.checkpoint_of(given.store), *handed, *(again.selected.stores() if keeping else ()))
         return ran_forward(again, kept, dtypes)
@@ -557,7 +557,7 @@ def _not_run_again_yet(tape: Tape, given: Store, recompute: Recompute) -> list[A
 
 def run_forward(
     structure: Block, *, saving: bool, given: Store | None = None, keeps_selected: bool = False, recomputed: bool = False,
-    marking: bool = False,
+    marking: bool = False, brief: bool = False,
 ) -> tuple[Tape, Value, Value]:  # fmt: skip
     """Run the program forward. Return tape, input and output. ``given``: the input of another run, to use again."""
     program, training = program_of(structure.family), structure.training
@@ -572,6 +572,7 @@ def run_forward(
         fused_softmax=structure.is_fp16,
         offloading=structure.offloaded and saving,
         on_demand=structure.made_on_demand,
+        brief=brief,
     )
     dtype = e if training is not None and training.narrow else r
     value = _block_input(tape, given, T_p * h if structure.sharded else T * h, dtype, program.source)
