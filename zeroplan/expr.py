@@ -13,6 +13,7 @@ Code writes a size once, as arithmetic on symbols. Its text is the formula that 
 16·b·s·ceil(s/16) - s²·min(1, b-1)
 """
 
+import math
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias, Union
@@ -29,10 +30,6 @@ class Symbol(NamedTuple):
     """A symbol of the legend, such as ``T``."""
 
     text: str
-
-    def value(self, values: Values) -> Int:
-        """Return the number."""
-        return values[self.text]
 
 
 class Call(NamedTuple):
@@ -52,12 +49,13 @@ class Size:
     Immutable. ``+``, ``-`` and ``*`` accept sizes and ints.
     """
 
-    __slots__ = ("terms", "text")
+    __slots__ = ("_products", "terms", "text")
 
     def __init__(self, terms: tuple[Term, ...]) -> None:
         """``terms``: the products. One that begins with -1 is subtracted."""
         self.terms = terms
         self.text = _text(terms)
+        self._products: tuple[_Product, ...] | None = None
 
     def __str__(self) -> str:
         return self.text
@@ -100,11 +98,14 @@ class Size:
 
         Raises KeyError for a symbol without a value.
         """
+        if self._products is None:
+            self._products = tuple(map(_product_of, self.terms))
         total: Int = 0
-        for term in self.terms:
-            product: Int = 1
-            for factor in term:
-                product = product * (factor if isinstance(factor, int) else factor.value(values))
+        for product, names, others in self._products:
+            for name in names:
+                product = product * values[name]  # noqa: PLW2901  hundreds of sizes per estimate
+            for other in others:
+                product = product * other.value(values)  # noqa: PLW2901
             total = total + product
         return total
 
@@ -128,6 +129,20 @@ class Size:
         {('T', 'h'): 2, ('T',): 2}
         """
         return _polynomial(self, widths)
+
+
+class _Product(NamedTuple):
+    """A product, its factors by their type."""
+
+    number: Int
+    symbols: tuple[str, ...]
+    others: tuple["Call | Size", ...]
+
+
+def _product_of(term: Term) -> _Product:
+    number = math.prod([factor for factor in term if isinstance(factor, int)])
+    symbols = tuple([factor.text for factor in term if isinstance(factor, Symbol)])
+    return _Product(number, symbols, tuple([factor for factor in term if isinstance(factor, (Call, Size))]))
 
 
 def _terms(size: Size | int) -> tuple[Term, ...]:

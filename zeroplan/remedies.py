@@ -37,11 +37,15 @@ class Remedy(NamedTuple):
 
     slower: float | None = None
     """The share of tokens/s per GPU that the change costs, negative if it gains some; None without a GPU or a known time."""
+    needs_expandable_segments: bool = False
+    """Whether a replay of the job then runs out of memory with the allocator's default settings."""
 
     @property
     def how(self) -> str:
         """Whether it fits tightly, and its price in speed: ``, tightly, 6 % slower``. Messages append it to the needed bytes."""
         tightly, slower = ", tightly" * self.is_tight, self.slower
+        if self.needs_expandable_segments:
+            tightly = ", only with expandable segments"
         if slower is None:
             return tightly
         if abs(slower) < _AS_FAST:
@@ -61,6 +65,7 @@ class _Needs(NamedTuple):
     least_bytes: int
     room_bytes: int
     is_tight: bool
+    needs_expandable_segments: bool = False
 
 
 MOST_HOST_BYTES = 2 * TIB
@@ -227,6 +232,7 @@ def _tried(job: JobSpec, changes: Sequence[_Candidate]) -> Remedy | None:
         needs.room_bytes,
         is_tight=needs.is_tight,
         slower=_slower(job, _all_applied(job, changes)),
+        needs_expandable_segments=needs.needs_expandable_segments,
     )
 
 
@@ -270,7 +276,8 @@ def _counted(job: JobSpec, *, replayed: bool) -> _Needs | None:
         return None
     there = (answer.host_bytes_per_node or answer.host_bytes) <= MOST_HOST_BYTES
     fits = answer.fits is True and there and (not replayed or _can_free_enough(answer))
-    return _Needs(fits, answer.least_bytes, answer.room_bytes or 0, answer.verdict == "tight")
+    expandable = answer.needs_expandable_segments
+    return _Needs(fits, answer.least_bytes, answer.room_bytes or 0, answer.verdict == "tight", expandable)
 
 
 def _can_free_enough(answer: Estimate) -> bool:

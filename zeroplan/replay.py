@@ -241,7 +241,7 @@ class StepReplay:
 
 def _unrecorded(log: Log) -> frozenset[int]:
     """The requests that a run on fake tensors does not record: scratch inside CUDA's kernels."""
-    scratch = (at for at, one in enumerate(log.requests) if one.reason.startswith("scratch of"))
+    scratch = (at for at, one in enumerate(log.requests) if one.is_scratch)
     return frozenset(scratch if log.starts == "recorded" else ())
 
 

@@ -8,12 +8,12 @@ are joined only when code reads them.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple, cast, overload
 
-from zeroplan.ledger import Among, Line, Moment, Phase, total_bytes
+from zeroplan.ledger import Among, Kind, Line, Moment, Phase, total_bytes
 from zeroplan.numeric import Int, maximum
 from zeroplan.weights import EMPTY, Highest, Pools, Weight, most, on_one_stream, summed, together, total, weigh, weigh_each
 
@@ -33,13 +33,15 @@ class Inside:
     def totals(self) -> list[int]:
         """The total of each moment; ints, not columns. [bytes]"""
         if not self._totals:
-            self._totals = [sum(map(total_bytes, parts)) for _, parts in self.points]  # type: ignore[arg-type]  # of one job
+            self._totals = [sum(map(_n_bytes, chain.from_iterable(parts))) for _, parts in self.points]
         return self._totals
 
-    @property
-    def most(self) -> Int:
-        """The highest total. [bytes]"""
-        return max(self.totals) if set(map(type, self.totals)) == {int} else maximum(0, *self.totals)
+    def most(self, without: Kind | None = None) -> Int:
+        """Return the highest total, without the lines of a kind. [bytes]"""
+        totals = (
+            self.totals if without is None else [sum_without(chain.from_iterable(parts), without) for _, parts in self.points]
+        )
+        return max(totals) if set(map(type, totals)) == {int} else maximum(0, *totals)
 
     def highest(self, pools: Pools) -> Highest:
         """Return the highest total, and the highest of each pool. An engine always has the same pools. [bytes]"""
@@ -77,7 +79,7 @@ class Entry(NamedTuple):
     def total_bytes(self) -> Int:
         """The total of the highest of its moments. [bytes]"""
         beside: Int = sum(map(total_bytes, self.alive))
-        return beside if self.inside is None else beside + self.inside.most
+        return beside if self.inside is None else beside + self.inside.most()
 
     def moment(self, at: int = 0) -> Moment:
         """Return one of the moments, with its lines joined."""
@@ -86,6 +88,10 @@ class Entry(NamedTuple):
             point, beside = self.inside.points[at]
             name, parts = f"{name}: {point}", (*parts, *beside)
         return Moment(name, self.phase, tuple([line for lines in parts for line in lines]), self.of_forward)
+
+
+#: Makes an entry of its fields in their order, faster than keywords.
+_entry: Callable[[Iterable[object]], Entry] = partial(tuple.__new__, Entry)
 
 
 def entry_of(moment: Moment) -> Entry:
@@ -144,8 +150,8 @@ class Moments(Sequence[Moment]):
     @cached_property
     def highest_entry(self) -> Entry | None:
         """The entry with the highest moment, the first of equal ones; None if sizes are columns."""
-        found = totals_of(self.entries, total_bytes)
-        return None if found is None else self.entries[found[0].index(max(found[0]))]
+        found = totals_of(self.entries)
+        return None if found is None else self.entries[found.index(max(found))]
 
     def peak(self) -> Moment:
         """Return the highest moment, the first of equal ones. Sizes must be ints."""
@@ -158,24 +164,31 @@ class Moments(Sequence[Moment]):
         return highest_of(self.entries, pools)
 
 
-def totals_of(entries: Sequence[Entry], *sizes: Callable[[tuple[Line, ...]], Int]) -> tuple[list[int], ...] | None:
-    """Return the size of the lines of each entry, with its highest moment, by each measure; None if sizes are columns. [bytes]
+def totals_of(entries: Sequence[Entry], without: Kind | None = None) -> list[int] | None:
+    """Return the total of each entry's highest moment, without the lines of a kind; None if sizes are columns. [bytes]
 
-    Entries share groups of lines. Each group is measured once.
+    Entries share groups of lines. Each group is added up once.
     """
     alive = [entry.alive for entry in entries]
     keys = [tuple(map(id, groups)) for groups in alive]
     groups = dict(zip(chain.from_iterable(keys), chain.from_iterable(alive), strict=True))
-    insides: list[Int] = [0 if entry.inside is None else entry.inside.most for entry in entries]
+    insides: list[Int] = [0 if entry.inside is None else entry.inside.most(without) for entry in entries]
     every = map(_n_bytes, chain.from_iterable(groups.values()))
     if not set(map(type, chain(every, insides))) <= {int}:
         return None
-    found = list[list[int]]()
-    for size in sizes:
-        of_group = cast("dict[int, int]", dict(zip(groups, map(size, groups.values()), strict=True)))
-        both = zip(keys, cast("list[int]", insides), strict=True)
-        found.append([sum(map(of_group.__getitem__, key), start=inside) for key, inside in both])
-    return tuple(found)
+    totals = [sum(map(_n_bytes, some)) if without is None else sum_without(some, without) for some in groups.values()]
+    of_group = cast("dict[int, int]", dict(zip(groups, totals, strict=True)))
+    both = zip(keys, cast("list[int]", insides), strict=True)
+    return [sum(map(of_group.__getitem__, key), start=inside) for key, inside in both]
+
+
+def sum_without(lines: Iterable[Line], kind: Kind) -> Int:
+    """Return the total of the lines that are not of a kind. [bytes]"""
+    total: Int = 0
+    for line in lines:
+        if line[0] is not kind:
+            total = total + line[1]
+    return total
 
 
 def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:
@@ -196,10 +209,9 @@ def highest_of(entries: Sequence[Entry], pools: Pools) -> Highest:
     found, others = EMPTY, dict.fromkeys(_APART, EMPTY)
     for (phase, of), some in rows.items():
         most, inside = weights.at(some).most(), insides[of]
-        if inside is not None:
-            found = found.or_of(inside.highest(pools).and_of(most))
-        elif phase is not None:
-            others[phase] = most
+        most = most if inside is None else inside.highest(pools).and_of(most)
+        if phase is not None:
+            others[phase] = others[phase].or_of(most)
         else:
             found = found.or_of(most)
     return _with_others(found, others[Phase.INIT], others[Phase.FIRST])
@@ -218,19 +230,16 @@ def _with_others(found: Highest, begun: Highest, first: Highest) -> Highest:
 def _highest_of_ints(entries: Iterable[Entry], groups: Mapping[int, Sequence[Line]], pools: Pools) -> Highest:
     """Return the same if the lines of all groups are ints; those inside entries may be columns."""
     weights = {known: weigh(lines, pools) for known, lines in groups.items()}
-    single: list[Weight] = []
-    others: dict[Phase, list[Weight]] = {phase: [] for phase in _APART}
-    found = EMPTY
+    single: dict[Phase | None, list[Weight]] = {None: [], **{phase: [] for phase in _APART}}
+    found = dict.fromkeys(single, EMPTY)
     for entry in entries:
-        weight = together([weights[id(lines)] for lines in entry.alive])
+        weight, apart = together([weights[id(lines)] for lines in entry.alive]), entry.phase if entry.phase in _APART else None
         if entry.inside is not None:
-            found = found.or_of(beside(entry.inside.highest(pools), weight))
-        elif entry.phase in others:
-            others[entry.phase].append(weight)
+            found[apart] = found[apart].or_of(beside(entry.inside.highest(pools), weight))
         else:
-            single.append(weight)
-    begun, first = (most(weights) if weights else EMPTY for weights in others.values())
-    return _with_others(found.or_of(most(single)), begun, first)
+            single[apart].append(weight)
+    every, begun, first = (found[apart].or_of(most(some)) if some else found[apart] for apart, some in single.items())
+    return _with_others(every, begun, first)
 
 
 def beside(inside: Highest, weight: Weight) -> Highest:
@@ -286,7 +295,8 @@ class Trace:
         if lines:
             self._alive[key] = lines
             self._together = None
-        elif self._alive.pop(key, None) is not None:
+        elif key in self._alive:
+            del self._alive[key]
             self._together = None
 
     def drop(self, *keys: Hashable) -> None:
@@ -307,7 +317,7 @@ class Trace:
     def pass_by(self, *lines: Line) -> None:
         """Allocate lines and free them at once."""
         if lines and self.recording:
-            self._write_down((*self._alive_now(), lines))
+            self._write_down(lines)
         self._risen = self._risen and not lines
 
     def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:  # noqa: ARG002  a log writes each of them
@@ -350,7 +360,7 @@ class Trace:
         """Allocate and free the lines of each of several moments, one after the other."""
         self.at(name, phase)
         if self.recording and inside.points:
-            self._write_down(self._alive_now(), inside)
+            self._write_down(inside=inside)
         self._risen = self._risen and not inside.points
 
     def rename(self, key: Hashable, new: Hashable) -> None:
@@ -377,13 +387,11 @@ class Trace:
     def _close(self) -> None:
         """Record a moment after an allocation."""
         if self.recording:
-            self._write_down(self._alive_now())
+            self._write_down()
         self._risen = False
 
-    def _alive_now(self) -> tuple[tuple[Line, ...], ...]:
+    def _write_down(self, *beside: tuple[Line, ...], inside: Inside | None = None) -> None:
         if self._together is None:
-            self._together = tuple([lines for lines in self._alive.values() if lines])
-        return self._together
-
-    def _write_down(self, alive: tuple[tuple[Line, ...], ...], inside: Inside | None = None) -> None:
-        self._entries.append(Entry(self._name, self._phase, self._of_forward, alive, inside))
+            self._together = tuple(filter(None, self._alive.values()))
+        alive = (*self._together, *beside) if beside else self._together
+        self._entries.append(_entry((self._name, self._phase, self._of_forward, alive, inside)))

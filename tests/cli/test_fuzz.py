@@ -21,6 +21,7 @@ from zeroplan.job_file import read_job_file
 from zeroplan.report.payload import estimate_payload
 from zeroplan.report.text import estimate_text
 from zeroplan.resolve import Request, resolve
+from zeroplan.spec.family import INDEXED_FAMILIES
 
 many = settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
@@ -89,9 +90,10 @@ def one_line(error: ZeroplanError) -> None:
 
 def sane(model: ModelSpec) -> None:
     """Check that a model has an estimate: a plausible peak, no negative line, and a text."""
+    fsdp2_alone = model.family in INDEXED_FAMILIES  # DeepSpeed cannot train an indexer, which gets no gradient
     complete = JobSpec(
         model=model,
-        recipe=RecipeSpec(engine="deepspeed", zero_stage=2),
+        recipe=RecipeSpec(engine="fsdp2" if fsdp2_alone else "deepspeed", zero_stage=2),
         mesh=MeshSpec(dp_shard=8),
         batch=BatchSpec(seq_len=min(16, model.max_position_embeddings)),
     )

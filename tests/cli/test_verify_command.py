@@ -347,7 +347,7 @@ def test_a_workload_is_named_apart_from_the_estimated_job(run: Run, backend: str
     code, out, _ = run("--backend", backend, *ON_TWO, "--workload", "work:good", "--out", "records")
     assert code == 3
     assert out.splitlines()[0] == "workload work:good, fsdp2 ZeRO stage 3, rank 0 of 2"
-    assert "predicted is the job, tiny at the job's batch" in out
+    assert "predicted: the job, tiny with the job's batch and sequence length" in " ".join(out.split())
     (record,) = Path("records").iterdir()
     assert record.name.startswith("work-good-fsdp2")
     assert read_record(record).workload == "work:good"

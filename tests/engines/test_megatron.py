@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -19,14 +19,14 @@ from zeroplan.engines.megatron.rank import Rank, rank_of
 from zeroplan.engines.userbuffers import overlap_buffers
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Estimate, estimate
-from zeroplan.ledger import Kind, total_bytes
+from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.resolve import job
 from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import MegatronOptions, RecipeSpec
-from zeroplan.transformer.megatron import cost_of, layers_of
+from zeroplan.transformer.megatron import Cost, cost_of, layers_of
 from zeroplan.units import KIB, MIB
 
 GPT = ModelSpec(
@@ -334,7 +334,7 @@ def test_what_dropout_attention_and_the_loss_keep_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("modules", "begins"),
     [
-        ("layernorm", ("output of attention's norm", "output of the MLP's norm")),
+        ("layernorm", ("output of the MLP's norm", "statistics of the MLP's norm")),
         ("moe_act", ("experts: input of the second", "experts: output of the act")), ("moe", ("experts: ", "router: ")),
         ("core_attn", ("sums of exponentials",)),
     ],
@@ -345,11 +345,39 @@ def test_selective_recomputation_keeps_what_it_is_not_asked_for(modules: str, be
     again = replace(plain.recipe, recompute="selective", megatron=MegatronOptions(recompute_modules=modules))
     one = replace(plain, recipe=again)
     costs = [cost_of(job, "moe") for job in (plain, one)]
-    whole, left = ({line.reason: line.n_bytes for line in (*cost.kept, *cost.statistics)} for cost in costs)
-    gone = {reason for reason in whole if reason.startswith(begins)}
-    assert whole.keys() - left.keys() == gone
+    assert _gone(*costs) == {line.reason for line in _kept_lines(costs[0]) if line.reason.startswith(begins)}
     assert estimate(one).moments[0].total_bytes < estimate(plain).moments[0].total_bytes
     assert total_bytes(costs[1].backward) <= total_bytes(costs[0].backward) + total_bytes(costs[0].kept) // 10
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+@pytest.mark.parametrize("modules", ["layernorm", "mlp"])
+def test_a_norm_inside_a_matrix_has_no_checkpoint_of_its_own(
+    modules: str, implementation: Literal["local", "transformer_engine"]
+):
+    """Transformer Engine joins each norm and the matrix behind it, so that the MLP's checkpoint recomputes its norm.
+
+    Source: megatron-core 0.16.1, models/gpt/gpt_layer_specs.py, get_gpt_layer_with_transformer_engine_submodules and
+    get_gpt_layer_local_submodules; transformer/transformer_layer.py, TransformerLayer.__init__.
+    """
+    attention = "sdpa" if implementation == "transformer_engine" else "eager"
+    plain = asked(mesh={}, attention=attention, megatron=MegatronOptions(transformer_impl=implementation))
+    options = replace(plain.recipe.megatron, recompute_modules=modules)
+    one = replace(plain, recipe=replace(plain.recipe, recompute="selective", megatron=options))
+    gone = {reason for reason in _gone(cost_of(plain, "dense"), cost_of(one, "dense")) if "norm" in reason}
+    own = {"layernorm": {"attention", "MLP"}, "mlp": set[str]()}
+    joined = {"layernorm": set[str](), "mlp": {"MLP"}}
+    norms = (own if implementation == "local" else joined)[modules]
+    assert {name for name in ("attention", "MLP") if any(f"{name}'s norm" in reason for reason in gone)} == norms
+
+
+def _kept_lines(cost: Cost) -> tuple[Line, ...]:
+    return (*cost.kept, *cost.statistics)
+
+
+def _gone(before: Cost, after: Cost) -> set[str]:
+    """What the first keeps and the second does not, by its text."""
+    return {line.reason for line in _kept_lines(before)} - {line.reason for line in _kept_lines(after)}
 
 
 def test_a_checkpoint_of_several_layers_runs_them_all_again() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from zeroplan.spec.job import JobSpec
 
 #: All whose requests were replayed. The jobs of ``rooms.jsonl`` are the first ones of a draw like those of the matrix.
-REPLAYED = (*stored.SAMPLES, stored.ROOMS, stored.VERSIONS, stored.MEGATRON)
+REPLAYED = (*stored.SAMPLES, stored.ROOMS, stored.STAGE3_FIRST, stored.VERSIONS, stored.MEGATRON)
 FOLDS = 5
 """Parts of an engine's and stage's jobs; every part is held against the band derived from the others."""
 _LEFT_OUT = 50

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tests.dryrun.survey import PUBLISHED as PUBLISHED_SCRIPTS
 from tests.dryrun.survey import PUBLISHED_KEPT, kept, programs
 from tests.measured import hf_stack, megatron_b200, megatron_blocks, megatron_golden
+from tests.on_gpus import others
 from zeroplan.units import GIB
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Source(NamedTuple):
 @cache
 def sources() -> tuple[Source, ...]:
     """Return every source in the order of the page."""
-    return _megatron(), _b200(), *_hf_stack(), _reports()
+    return _megatron(), _b200(), *_hf_stack(), *_others(), _reports()
 
 
 def _megatron() -> Source:
@@ -127,6 +128,18 @@ def _hf_stack() -> Iterator[Source]:
 
 
 _FMS = "fms-acceleration's benchmarks"
+
+
+def _others() -> Iterator[Source]:
+    """Yield runs of other people's programs, estimated from their own files."""
+    found = others.kept()
+    for number, (name, where, counter) in enumerate(found.sources):
+        figures = (
+            Figure(name, row["engine"], row["method"], row["gpu"], row["what"], row["measured"], row["predicted"])
+            for row in found.rows
+            if row["source"] == number
+        )
+        yield Source(name, where, counter, tuple(figures), found.refused_of(number))
 
 
 def _reports() -> Source:

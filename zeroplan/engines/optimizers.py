@@ -354,7 +354,7 @@ def step_temporary_lines(
 
 def total_elements(tensors: Sequence[LocalTensor]) -> Int:
     """Return the elements of all tensors together."""
-    return added_up(tensor.repeat * tensor.numel for tensor in tensors)
+    return added_up([tensor.repeat * tensor.numel for tensor in tensors])
 
 
 def step_counters(optimizer: Optimizer, impl: OptimizerImpl, count: Int) -> tuple[Line, ...]:

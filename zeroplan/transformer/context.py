@@ -23,14 +23,15 @@ def with_shared_sequences(head: HeadPass, batch: Batch, ranks: int) -> HeadPass:
     whole = whole_sequences(batch, ranks, "copies of them, to restore them")
     n_bytes = 8 * batch.seq_len * (3 * batch.micro_batch_size + 2)
     shares = Line(Kind.ACTIVATIONS, n_bytes, "this rank's shares of them", "8·s·(3·b+2)", BUFFERS)
-    points = tuple([point._replace(lines=_without_labels(point.lines)) for point in head.points])
+    points = tuple([point._replace(lines=without_labels(point.lines)) for point in head.points])
     return head._replace(
         shared=(whole, shares, *others),
-        loss=_without_labels(head.loss),
-        loss_forward=_without_labels(head.loss_forward),
+        loss=without_labels(head.loss),
+        loss_forward=without_labels(head.loss_forward),
         points=points,
     )
 
 
-def _without_labels(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+def without_labels(lines: tuple[Line, ...]) -> tuple[Line, ...]:
+    """Return the lines but those of labels."""
     return tuple(line for line in lines if line.tag.role is not Role.LABELS)

@@ -19,10 +19,11 @@ from zeroplan.spec.model import ModelSpec
 from zeroplan.spec.recipe import EVEN, MegatronOptions, RecipeSpec
 from zeroplan.spec.traits import MLP
 from zeroplan.transformer.families import megatron as program
+from zeroplan.transformer.families.megatron.experts import ROUTING
 from zeroplan.transformer.families.megatron.structure import Dispatcher, Routing
 from zeroplan.transformer.families.megatron.structure import Layer as Structure
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Alive, LowRank, Store
+from zeroplan.transformer.families.tape import Alive, LowRank, Part, Store
 from zeroplan.transformer.published import KORTHIKANTI
 
 #: Families with dropout by default.
@@ -75,45 +76,6 @@ class Cost(NamedTuple):
     """All of its tensors at the peak of its backward."""
     after_experts: tuple[Line, ...] = ()
     """The same from the router's backward on; nothing without experts."""
-
-
-class _Again(NamedTuple):
-    """Tensors that selective recomputation frees, and the operators whose backward needs them again."""
-
-    tensors: tuple[str, ...]
-    """How the reasons of their lines start."""
-    operators: tuple[str, ...]
-
-
-#: By the module that ``--recompute-modules`` names. Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_layer.py
-#: (layernorm, mlp), multi_latent_attention.py (mla_up_proj), moe/experts.py (moe_act) and moe/moe_layer.py (moe, shared_experts).
-_END_OF_MLP = ("MLP: the second matrix", "combination", "sum with the shared expert")
-_MADE_AGAIN: dict[str, tuple[_Again, ...]] = {
-    "core_attn": (  # of local layers; Transformer Engine's attention has a checkpoint of its own
-        _Again(
-            (
-                "scores", "attention scores", "mask of the attention scores", "attention output, heads first", "keys, one",
-                "values, one", "causal mask",
-            ),
-            ("order of the context",),
-        ),
-    ),
-    "layernorm": (
-        _Again(("output of attention's norm",), ("the output projection",)), _Again(("output of the MLP's norm",), _END_OF_MLP),
-    ),
-    "mla_up_proj": (
-        _Again(
-            ("queries, keys and values",),
-            ("attention", "order of the output", "order of the context", "core attention, run again"),
-        ),
-    ),
-    "mlp": (_Again(("MLP: ",), ("MLP: the second matrix",)),),
-    "moe": (_Again(("experts: ", "router: ", "shared expert: "), ("combination", "sum with the shared expert")),),
-    "moe_act": (
-        _Again(("experts: output of the activation", "experts: input of the second matrix"), ("experts: the second matrix",)),
-    ),
-    "shared_experts": (_Again(("shared expert: ",), ("shared expert: the second matrix",)),),
-}  # fmt: skip
 
 
 class _Plan(NamedTuple):
@@ -532,26 +494,31 @@ def _plan(structure: Structure) -> _Plan:
     incoming.holds += structure.received or structure.rerun
     first = [one._replace(stores=(*one.stores, incoming)) for one in tape.moments] if structure.rerun else []
     tape.run_backward(output, incoming)
-    again = [one for module in structure.again_too for one in _MADE_AGAIN.get(module, ())]
+    parts = [part for operator in tape.operators for part in operator.needs]
+    again = [part for part in parts if part.module in structure.again_too]
     backward = (*first, *_once_made_again(tape.moments, again))
     stores = tuple(dict.fromkeys((*saved, *(store for one in (*forward, *backward) for store in one.stores))))
     for store in stores:
         store.size = program.own_size(store, structure)
-    kept = tuple([store for store in saved if not any(store.reason.startswith(one.tensors) for one in again)])
+    kept = tuple([store for store in saved if not any(store in part.stores for part in again)])
     statistics = tuple([store for store in kept if store.tag == STATISTICS])
-    after = next((at for at, moment in enumerate(tape.moments, len(first)) if moment.name == "router"), len(backward))
+    routed = [part.since for part in parts if part.module == ROUTING and part.since is not None]
+    after = len(first) + routed[0] if routed else len(backward)
     return _Plan(stores, tuple([store for store in kept if store not in statistics]), statistics, forward, backward, after)
 
 
-def _once_made_again(moments: list[Alive], again: list[_Again]) -> list[Alive]:
-    """Return moments of a backward without the tensors that are not recomputed yet."""
-    for one in again:
-        since = next((at for at, moment in enumerate(moments) if moment.name in one.operators), len(moments))
+def _once_made_again(moments: list[Alive], parts: list[Part]) -> list[Alive]:
+    """Return moments of a backward without the tensors of parts that are not recomputed yet.
+
+    Source: Megatron-LM 2026-08, megatron/core/transformer/transformer_layer.py (layernorm, mlp), multi_latent_attention.py
+    (mla_up_proj), dot_product_attention.py (core_attn), moe/experts.py (moe_act) and moe/moe_layer.py (moe, shared_experts).
+    """
+    for part in parts:
         freed = [
-            moment._replace(stores=tuple([store for store in moment.stores if not store.reason.startswith(one.tensors)]))
-            for moment in moments[:since]
+            moment._replace(stores=tuple([store for store in moment.stores if store not in part.stores]))
+            for moment in moments[: part.since]
         ]
-        moments = [*freed, *moments[since:]]
+        moments = [*freed, *moments[part.since :]]
     return moments
 
 

@@ -302,15 +302,9 @@ def tower_block(
     if model.adapter is not None:  # beside adapters, frozen weights have the compute dtype
         compute = compute._replace(autocast=False)
     frozen, element = vision.freeze_tower or model.adapter is not None, compute.element_bytes
-    made = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
-    named: dict[int, Line] = {}
-
-    def of_tower(one: Line) -> Line:
-        return named.setdefault(id(one), one._replace(reason=f"vision tower: {one.reason}", formula=""))
-
+    tower = tower_pass(vision, compute, batch, frozen=frozen, gated=gated, adapted=model if model.adapts_tower else None)
     own = frozen and element != _FP32 and not compute.casts_inputs  # a copy that the model makes and drops with the last block
     copied = pixels(model, batch, element, "pixels in the compute dtype") if own else ()
-    tower = made.with_lines(of_tower)
     return tower._replace(forward=(*tower.forward, *copied), forward_recompute=(*tower.forward_recompute, *copied))
 
 
@@ -458,14 +452,15 @@ def _copies(vision: VisionSpec, frozen: tuple[bool, bool], *, recomputed: bool) 
 
 
 def pixels(
-    model: ModelSpec, batch: Batch, element: int = _FP32, reason: str = _PIXELS
+    model: ModelSpec, batch: Batch, copied: int | None = None, reason: str = _PIXELS
 ) -> tuple[Line, ...]:  # fmt: skip
-    """Return the pixels of the images: the training loop's fp32 tensor, or a copy in another dtype. [bytes]
+    """Return the pixels of the images: the training loop's fp32 tensor, or a copy with ``copied`` bytes per number. [bytes]
 
     Beside the loop's own, Llama 3.2 Vision's batch says which tiles each token sees.
     """
     vision = model.vision
     held: tuple[Line, ...] = ()
+    element = _FP32 if copied is None else copied
     each = 0 if vision is None else element * vision.patch_numbers * vision.images * vision.patches
     if model.profile is not None:
         from zeroplan.transformer.profiled import profile_of  # noqa: PLC0415  keeps start-up fast
@@ -476,7 +471,7 @@ def pixels(
         held = (Line(Kind.PARAMETERS, of_modules, on_attributes, str(of_modules), _FORWARD),) if of_modules else ()
     if not each:
         return held
-    if vision is not None and vision.cross_layers and reason == _PIXELS:
+    if vision is not None and vision.cross_layers and copied is None:
         size = 8 * vision.images * vision.tiles
         n_bytes = size * batch.micro_batch_size * batch.seq_len
         held = (Line(Kind.ACTIVATIONS, n_bytes, "which tiles each token sees, int64", f"{size}·T", _MLLAMA),)

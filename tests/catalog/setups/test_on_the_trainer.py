@@ -290,6 +290,18 @@ def test_axolotl_counts_weights_of_16_bits_as_fp32_and_says_so(read: Callable[..
     assert read(without(full, "bf16")).job.recipe.precision == "bf16-mixed"  # Axolotl's default is ``auto``
 
 
+def test_axolotls_fsdp2_keeps_trained_weights_in_16_bits(read: Callable[..., Resolved]):
+    """Its own ``fsdp2_prepare_model`` leaves out accelerate's cast to fp32. Adapters keep the dtypes that peft gives them."""
+    sharded = {"fsdp_version": 2, "fsdp_config": {"reshard_after_forward": True}}
+    full = without(AXOLOTL, "adapter", "load_in_4bit") | sharded
+    found = read(full, gpus=2)
+    assert (found.job.recipe.engine, found.job.recipe.precision) == ("fsdp2", "bf16")
+    assert any("it has no fp32 copy" in note for note in found.notes)
+    assert read(full | {"fsdp_version": 1}, gpus=2).job.recipe.precision == "bf16-mixed"
+    assert read(full | {"bf16": False, "fp16": True}, gpus=2).job.recipe.precision == "fp16-mixed"
+    assert read(without(AXOLOTL, "load_in_4bit") | {"adapter": "lora"} | sharded, gpus=2).job.recipe.precision == "bf16-mixed"
+
+
 @pytest.mark.parametrize(
     ("said", "expected"),
     [

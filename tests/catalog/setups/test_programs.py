@@ -111,6 +111,35 @@ def test_a_torchtune_recipe(read: Callable[..., Resolved]):
         read({key: value for key, value in TUNE.items() if key != "optimizer"})
 
 
+def test_ms_swift_reads_the_file_that_fsdp_names(read: Callable[..., Resolved], tmp_path: Path):
+    file = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, "activation_checkpointing": True}}
+    (tmp_path / "shards.json").write_text(json.dumps(file))
+    recipe = read(SWIFT | {"fsdp": "shards.json", "gradient_checkpointing": False, "deepspeed": None}, gpus=2).job.recipe
+    assert (recipe.engine, recipe.zero_stage, recipe.recompute) == ("fsdp2", 3, "full")
+    (tmp_path / "shards.json").write_text("[]")
+    with pytest.raises(SpecError, match="is not a table"):
+        read(SWIFT | {"fsdp": "shards.json", "deepspeed": None}, gpus=2)
+
+
+def test_torchtunes_paged_states_are_in_managed_memory_on_one_gpu(read: Callable[..., Resolved]):
+    full = {**TUNE, "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, "gradient_accumulation_steps": 1}
+    paged = full | {"optimizer": {"_component_": "bitsandbytes.optim.PagedAdamW8bit"}, "optimizer_in_bwd": True}
+    found = read(paged)
+    assert (found.job.recipe.optimizer, found.job.recipe.steps_in_backward) == ("paged-adamw-8bit", True)
+    assert not any("counted on the GPU" in note for note in found.notes)
+    sharded = read(paged, gpus=4)
+    assert sharded.job.recipe.optimizer == "adamw-8bit"
+    assert any("counted on the GPU" in note for note in sharded.notes)
+
+
+def test_torchtunes_older_loss_is_counted_as_the_compiler_runs_it(read: Callable[..., Resolved]):
+    older = {**TUNE, "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"}}
+    assert read({**older, "compile": True}).job.recipe.fused_parts == ("compiled-loss",)
+    plain = read(older)
+    assert plain.job.recipe.fused_parts == ()
+    assert any("all logits at once, which takes more than in pieces" in note for note in plain.notes)
+
+
 VISION = "torchtune.models.llama3_2_vision"
 DECODER_FROZEN = {"encoder_trainable": True, "fusion_trainable": True, "decoder_trainable": False}
 

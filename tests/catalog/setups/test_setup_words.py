@@ -201,7 +201,8 @@ def test_the_trainers_degrees_and_adapters():
         ({"optim": "rmsprop", "optim_args": "momentum=0.9"}, "optim_args='momentum=0.9' {changes} leave it out"),
         ({"optim": "rmsprop", "optim_args": "centered=True"}, "optim_args='centered=True' {changes} leave it out"),
         ({"attn_implementation": "flex_attention"},
-         "attn_implementation='flex_attention' {changes} use one of flash_attention_2, flash_attention_3, sdpa, eager"),
+         ("attn_implementation='flex_attention' {changes} use one of flash_attention_2, flash_attention_3, "
+          "flash_attention_4, sdpa, eager")),
         ({"load_in_4bit": True}, "load_in_4bit=True {changes} weights in four bits are modelled under adapters: add use_peft"),
         ({"lora_r": 8, "lora_target_modules": {"q_proj": 1}}, "lora_target_modules={{'q_proj': 1}} is not a list of names"),
         ({"lora_r": 8, "lora_target_modules": "q_proj", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},

@@ -61,6 +61,10 @@ _UNNAMED = (
     "unfrozen_parameters matches names from their beginning, and those of adapters begin with base_model: Axolotl freezes them, "
     "too, and trains nothing; they are counted as trained"
 )
+#: monkeypatch/accelerate/fsdp2.py, fsdp2_prepare_model, which replaces accelerate's and leaves out its cast of trained weights.
+_STAYS = (
+    "Axolotl's FSDP2 keeps the weights in the 16 bits in which it loads them, and so gradients and moments: it has no fp32 copy"
+)
 _BESIDE = "{}: of experts, or of layers of some families, which this model does not have"
 _RL = "preferences and rewards are counted as {} of the batch; reference model and generation are not counted (`zeroplan workflow`)"
 
@@ -87,6 +91,8 @@ def axolotl_setup(whole: Table, folder: Path, _: int | None = None) -> Setup:
         if made["use_peft"]:
             raise whole.refused(plain, "use bf16 or fp16 beside adapters")
         reading.set("precision", plain, "bf16", note=_IN_FP16 if plain == "float16" else "")
+    if made["bf16"] and not made["use_peft"] and reading.flags.get("engine", Setting("", "")).value == "fsdp2":
+        reading.set("precision", "fsdp_version", "bf16", also=("bf16-mixed",), note=_STAYS)
     if "quantize" in reading.flags:  # loaders/model.py, _configure_embedding_dtypes: all else is 16 bits
         _upcast(reading)
     if "tensor_parallel" in reading.asks:
@@ -170,7 +176,7 @@ def _float8(reading: Reading, whole: Table) -> None:
     if not whole.switch("fp8") or model is None or not model.has("float8"):
         return
     apart = {"lora_rank", "context_parallel", "offload_activations"} & flags.keys() or "tensor_parallel" in reading.asks
-    if apart or flags["precision"].value != "bf16-mixed" or flags.get("engine", Setting("", "")).value != "fsdp2":
+    if apart or flags["precision"].value not in ("bf16", "bf16-mixed") or flags.get("engine", Setting("", "")).value != "fsdp2":
         return
     reading.set("float8_recipe", "fp8", "tensorwise", note=_IN_FLOAT8)
     del whole.matters["fp8"]

@@ -44,7 +44,7 @@ def ms_swift_setup(whole: Table, folder: Path, gpus: int | None) -> Setup:
     theirs = Table({key: one for key, one in whole.data.items() if not _is_like(key, patterns)}, whole.where)
     whole.judge("ms-swift")
     theirs.matters, theirs.saves = whole.matters, whole.saves
-    reading = arguments_read(TranslatedTable(theirs, own.instead, _made(whole)), folder)
+    reading = arguments_read(TranslatedTable(theirs, own.instead, {**_made(whole), **_fsdp_file(whole, folder)}), folder)
     _task(reading, whole)
     _loop(reading, whole)
     read_tower(reading, whole)
@@ -248,7 +248,8 @@ def _made(whole: Table) -> dict[str, object]:
         raise whole.refused("tuner_type" if "tuner_type" in whole.data else "train_type", "lora and full are modelled")
     word = whole.text("torch_dtype") or "bfloat16"
     attention = {"flash_attn": "flash_attention_2", "flash_attention_2": "flash_attention_2",
-                 "flash_attention_3": "flash_attention_3", "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
+                 "flash_attention_3": "flash_attention_3", "flash_attention_4": "flash_attention_4",
+                 "sdpa": "sdpa", "eager": "eager"}  # fmt: skip
     named = whole.text("attn_impl") or whole.text("attn_implementation")
     bits, method = whole.count("quant_bits"), whole.text("quant_method")
     if bits not in (None, 4):
@@ -274,6 +275,19 @@ def _made(whole: Table) -> dict[str, object]:
         "gradient_checkpointing_kwargs": _of_text(whole.get("gradient_checkpointing_kwargs"), whole.where),
         "optim": whole.text("optim"), **(adapters if tuner == "lora" else {"use_peft": False}),
     }  # fmt: skip
+
+
+def _fsdp_file(whole: Table, folder: Path) -> dict[str, object]:
+    """Return ``fsdp`` and ``fsdp_config`` from the JSON file that ``--fsdp`` names (arguments/sft_args.py, _init_fsdp)."""
+    value = whole.get("fsdp")
+    if not isinstance(value, str) or not value.endswith(".json"):
+        return {}
+    path = named_file(value, folder, whole.where)
+    where = f"FSDP configuration {str(path)!r}"
+    found = strict_json(read_text(path, what="FSDP configuration"), where)
+    if not isinstance(found, dict):
+        raise SpecError(f"{where} is not a table of keys and values")
+    return {key: found.get(key) for key in ("fsdp", "fsdp_config")}
 
 
 def _named(whole: Table) -> str | None:

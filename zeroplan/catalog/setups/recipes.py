@@ -18,6 +18,8 @@ _OPTIMIZERS = {
     "AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "AdamW8bit": "adamw-8bit", "PagedAdamW8bit": "adamw-8bit",
     "PagedAdamW": "adamw", "FusedAdam": "adamw", "Adafactor": "adafactor", "adamW": "adamw", "FlashAdamW": "flash-adamw",
 }  # fmt: skip
+#: Under DDP, or without it, bitsandbytes itself moves these states between host and GPU.
+_IN_PAGES = {"PagedAdamW8bit": "paged-adamw-8bit", "PagedAdamW": "paged-adamw-32bit"}
 _PAGED = "a paged optimizer may move its states to the host; they are counted on the GPU"
 
 
@@ -36,7 +38,10 @@ def set_optimizer(reading: Reading, key: str) -> None:
     name = flat(reading).last(key) or "AdamW"
     if name not in _OPTIMIZERS:
         raise reading.table.refused(key, f"use one of {', '.join(_OPTIMIZERS)}")
-    reading.set("optimizer", key, _OPTIMIZERS[name], note=_PAGED if name.startswith("Paged") else "")
+    if name in _IN_PAGES and reading.flags.get("engine", Setting("", "")).value == "ddp":
+        reading.set("optimizer", key, _IN_PAGES[name])
+    else:
+        reading.set("optimizer", key, _OPTIMIZERS[name], note=_PAGED if name.startswith("Paged") else "")
     fused = reading.table.data.get(f"{key.rpartition('.')[0]}.fused")
     if fused is not None and _OPTIMIZERS[name] in ("adamw", "adam"):
         reading.set("optimizer_impl", key, "fused" if str(fused).lower() == "true" else "foreach")
@@ -178,12 +183,37 @@ def _tune_offload(reading: Reading) -> None:
 def _tune_loss(reading: Reading) -> None:
     """LinearCrossEntropyLoss runs pieces of logits, whose graphs wait for the backward (modules/loss/cross_entropy_loss.py)."""
     table, flags = flat(reading), reading.flags
+    if table.last("loss._component_") == "CEWithChunkedOutputLoss" and not (
+        "tensor_parallel" in flags or "kd_loss._component_" in table.data
+    ):
+        _tune_pieces(reading)
     if table.last("loss._component_") not in ("LinearCrossEntropyLoss", "SFTLoss"):
         return
     alone = not {"tensor_parallel", "context_parallel"} & flags.keys()
     alone = alone and ("offload_activations" not in flags or flags["recompute"].value == "full")
     if flags["precision"].value == "bf16" and alone:
         reading.set("fused_kernels", "loss._component_", "loss-in-pieces", filled=True)
+    else:
+        table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
+        table.saves.add("loss._component_")
+
+
+_IN_EIGHTHS = (
+    "the loss is counted with the gradient of all logits at once, of which torchtune makes an eighth at a time: the answer is too "
+    "high by up to 2 bytes per logit"
+)
+
+
+def _tune_pieces(reading: Reading) -> None:
+    """Read the older loss of eight pieces of logits, which the model makes all before it (modules/loss/ce_chunked_output_loss.py).
+
+    Only its cast and cross-entropy are compiled (training/_compile.py, compile_loss). Without the compiler it is counted as all
+    logits at once, which takes more.
+    """
+    table, flags = flat(reading), reading.flags
+    if table.switch("compile") and flags["precision"].value == "bf16":
+        reading.set("fused_kernels", "loss._component_", "compiled-loss", filled=True)
+        reading.notes.append(_IN_EIGHTHS)
     else:
         table.matters["loss._component_"] = "the loss is counted with all logits at once, which takes more than in pieces"
         table.saves.add("loss._component_")
@@ -239,7 +269,7 @@ def _tune_step(reading: Reading) -> None:
         "offload_param",
         "lora_rank",
     } & flags.keys()
-    steps_alone = optimizer == "adamw" or (optimizer == "adamw-8bit" and engine == "ddp")
+    steps_alone = optimizer == "adamw" or (optimizer in ("adamw-8bit", *_IN_PAGES.values()) and engine == "ddp")
     is_modelled = (engine == "ddp" or not beside) and steps_alone and flags["grad_accum"].value == 1
     if is_modelled and table.switch("optimizer_in_bwd"):
         reading.options[f"{engine}.step_in_backward"] = Setting("optimizer_in_bwd", value=True)

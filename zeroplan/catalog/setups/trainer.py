@@ -418,6 +418,11 @@ def _optim_args(table: Table) -> dict[str, str]:
     return {key: value for key, _, value in (one.partition("=") for one in text.split(","))}
 
 
+#: transformers' names of FlashAttention, whose forward keeps its output and a number per head and token in every generation
+#: (flash-attn 4: flash_attn/cute/interface.py, FlashAttnFunc).
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
 def _model(reading: Reading) -> None:
     name = reading.table.text("model_name_or_path")
     config = reading.table.text("config_name")
@@ -425,7 +430,7 @@ def _model(reading: Reading) -> None:
     named = name or config
     if named:
         reading.set_model("model_name_or_path", named)
-    words = {"flash_attention_2": "flash", "flash_attention_3": "flash", "sdpa": "sdpa", "eager": "eager"}
+    words = {**dict.fromkeys(_FLASH, "flash"), "sdpa": "sdpa", "eager": "eager"}
     attention = reading.table.text("attn_implementation")
     if attention is not None:
         if attention not in words:

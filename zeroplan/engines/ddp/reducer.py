@@ -75,8 +75,9 @@ class Levels(NamedTuple):
 
     def at(self, made: int) -> Int:
         """Return these bytes when ``made`` elements have reached their parameters. [bytes]"""
-        if len(self.of_each) == 1:
-            return max([begin + slope * made for begin, slope in self.of_each[0]])
+        if len(self.of_each) == len(self.of_each[0]) == 1:
+            ((begin, slope),) = self.of_each[0]
+            return begin + slope * made
         each = [max([begin + slope * made for begin, slope in one]) for one in self.of_each]
         if each.count(each[0]) == len(each):
             return each[0]

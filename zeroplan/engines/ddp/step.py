@@ -4,6 +4,7 @@ Blocks of one kind differ in what the blocks before them keep, and in the gradie
 """
 
 from collections.abc import Iterator
+from functools import cached_property
 from operator import mul
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from zeroplan.engines.passes import Below, KindPass, Passes, kept_bytes, moments
 from zeroplan.engines.rows import embedding_elements, has_tied_head
 from zeroplan.engines.sources import ACCUMULATE
 from zeroplan.ledger import Kind, Line, Phase
+from zeroplan.memo import Computed
 from zeroplan.numeric import Int, where
 from zeroplan.spec.recipe import LOMO, RecipeSpec
 from zeroplan.spec.releases import is_reentrant
@@ -49,14 +51,17 @@ class Training(MicroBatch):
         """``wrapped``: 1 if DDP wraps the model, else 0."""
         super().__init__(trace, recipe, these, levels.plan.whole)
         self.levels, self.width, self.copied, self.wrapped = levels, levels.plan.element, copied, wrapped
-        self.above = made_above(self.whole)
-        experts = any(len(each.parameter.shape) > 2 for each in self.whole.executed)
-        self.casts_go = bool(copied.in_forward) and not experts
+        self.above, self.steps = made_above(self.whole), recipe.steps_in_backward
         self._known = dict[tuple[int, bool], tuple[int, str]]()
         if recipe.ddp.gradient_as_bucket_view:
             self.kind, self.reason = Kind.UNSHARDED_GRADIENTS, "gradients not in their buckets"
         else:
             self.kind, self.reason = Kind.GRADIENTS, "gradients made so far"
+
+    @cached_property
+    def casts_go(self) -> bool:
+        """Whether a step in the backward comes after autocast's 16-bit gradient. With experts a run has as much alive anyway."""
+        return bool(self.copied.in_forward) and all(len(each.parameter.shape) <= 2 for each in self.whole.executed)
 
     def gradient(self, elements: int, reason: str, symbol: str = "") -> Line:
         """Return a whole gradient as a line, with ``symbol`` in its formula if given."""
@@ -69,8 +74,7 @@ class Training(MicroBatch):
     def _made(self, block: int, made: int, current: int = 0, *, summed: bool = False) -> Lines:
         """Return gradients outside the buckets, and with a step in the backward the optimizer's temporaries for the newest ones.
 
-        By then a line of the point is freed: autocast's 16-bit gradient, or one of the two gradients that are ``summed``. With
-        experts a run has as much alive anyway.
+        By then a line of the point is freed: autocast's 16-bit gradient, or one of the two gradients that are ``summed``.
         """
         gradients = self._gradients(block, made, current)
         if self.recipe.optimizer in LOMO:
@@ -99,12 +103,10 @@ class Training(MicroBatch):
     def _gradients(self, block: int, made: int, current: int = 0) -> Line:
         """Return the gradients outside the buckets when a block has ``made`` this many elements, of them ``current`` just now."""
         ddp, above = self.recipe.ddp, self.above[block] + made - current
-        before = 0 if self.recipe.steps_in_backward else self.levels.at(above)
+        before = 0 if self.steps else self.levels.at(above)
         n_bytes = before + self.width * current
         if ddp.compiled:
-            n_bytes = n_bytes + self.width * above * (
-                1 if self.recipe.steps_in_backward else where(self.levels.micro_batches > 1, 1, 0)
-            )
+            n_bytes = n_bytes + self.width * above * (1 if self.steps else where(self.levels.micro_batches > 1, 1, 0))
         elements = n_bytes // self.width
         return Line(self.kind, n_bytes, self.reason, product(self.width, elements), ACCUMULATE)
 
@@ -164,9 +166,10 @@ class Training(MicroBatch):
 
     def _in_block(self, one: KindPass, block: int) -> Iterator[Lines]:
         others = (*self.tied_head, *self._run_again(one))
+        made = Computed[tuple[int, int], Lines](lambda elements: self._made(block, *elements))
+        casts = Computed[int, Lines](lambda elements: self._casts(block, elements))
         for point in one.block.points:
-            made = self._made(block, point.gradients, point.current_gradient)
-            yield (*made, *others, *self._casts(block, point.live_casts))
+            yield (*made[point.gradients, point.current_gradient], *others, *casts[point.live_casts])
 
     def _run_again(self, one: KindPass) -> Lines:
         """Return the recomputed output that a reentrant checkpoint holds until its block's backward ends."""

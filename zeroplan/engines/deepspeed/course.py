@@ -267,12 +267,14 @@ def _picked(sizes: Sequence[Int], at: Int) -> Int:
 
 def highest(courses: Courses, place: Place, beside: Callable[[Seen], Int] = lambda _: 0) -> Highest:
     """Return the first moment at a place with most live bytes, including those that ``beside`` returns. [bytes]"""
-    every, which = [course[place] for course in courses.each], courses.which
-    if len(every) == 1:
-        seen = every[0]
-        sizes = [beside(one) + one.n_bytes for one in seen] if len(seen) > 1 else [0]
+    if len(courses.each) == 1:
+        seen = courses.each[0][place]
+        if len(seen) == 1:
+            return Highest(seen, 0)
+        sizes = [beside(one) + one.n_bytes for one in seen]
         if set(map(type, sizes)) == {int}:
-            return Highest((seen[max(range(len(sizes)), key=sizes.__getitem__)],), 0)
+            return Highest((seen[sizes.index(max(sizes))],), 0)
+    every, which = [course[place] for course in courses.each], courses.which
     if all(seen == every[0] for seen in every):
         every, which = every[:1], 0
     if all(len(seen) == 1 for seen in every):

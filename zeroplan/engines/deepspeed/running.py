@@ -30,9 +30,9 @@ def running_lines(these: Passes, block: int, made: int) -> tuple[Line, Line]:
     )
 
 
-def running_size(these: Passes, block: int, made: int) -> Int:
-    """Return the total of :func:`running_lines`. [bytes]"""
-    return total_bytes(_alive_now(these, block, made))
+def running_size(these: Passes, block: int, made: int, beside: tuple[Line, ...]) -> Int:
+    """Return the total of :func:`running_lines` and of other lines ``beside`` them. [bytes]"""
+    return total_bytes((*_alive_now(these, block, made), *beside))
 
 
 def points_of_masks(one: KindPass) -> Iterator[tuple[BackwardPoint, ...]]:
@@ -51,7 +51,10 @@ def _alive_now(these: Passes, block: int, made: int) -> tuple[Line, ...]:
     head = these.head
     arrivals = head.handed_below if block < 0 else head.handed if block == these.n_blocks else these.of(block).block.handed
     if arrivals:
-        return next((one.lines for one in arrivals if made <= one.gradients), arrivals[-1].lines)
+        for one in arrivals:
+            if made <= one.gradients:
+                return one.lines
+        return arrivals[-1].lines
     flow = Line(_FLOWING, these.head.hidden_bytes, "", _FLOW)
     if block < 0:
         return (flow,) if made < these.below else ()

@@ -21,7 +21,7 @@ from zeroplan.engines.formulas import product, sized, times, unless_zero
 from zeroplan.engines.micro_batch import Lines, MicroBatch
 from zeroplan.engines.passes import Below, KindPass, Passes, kept_bytes, moments_below, shared_at
 from zeroplan.engines.rows import Row, embedding_elements, embedding_symbol, groups_of, has_tied_head, head_elements, numel
-from zeroplan.ledger import Kind, Line, Phase, total_bytes
+from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.memo import Computed
 from zeroplan.numeric import Int, minimum
 from zeroplan.spec.recipe import OptimizerImpl
@@ -80,7 +80,7 @@ class Training(MicroBatch):
 
     def __init__(self, trace: Trace, job: Job, these: Passes) -> None:
         super().__init__(trace, job.recipe, these, job.whole)
-        self.job, self.courses = job, _courses(job, these)
+        self.job, self.courses, self.own = job, _courses(job, these), own_gradients(job)._replace(n_bytes=0)
         self.kept = Computed[int, Int](lambda block: kept_bytes(these, max(block, 0)))
         """The bytes that the blocks before one keep."""
         self.just_made = Computed[int, Line](lambda elements: self.gradient(elements, "gradient just made"))
@@ -98,9 +98,14 @@ class Training(MicroBatch):
         """Return a whole gradient as a line, with ``symbol`` in its formula if given."""
         return gradient_line(self.job, elements, reason, symbol)
 
+    def _lines(self, held: Held, copied: tuple[str, str] = _COPY) -> Lines:
+        """Return the memory of gradients, line by line. That of one job does not depend on its batch."""
+        make = held_lines if set(map(type, held)) == {int} else held_lines.__wrapped__
+        return make(held, self.own, self.just_made[0], self.job.element, bool(self.recipe.deepspeed.overlap_comm), copied)
+
     def in_forward(self) -> Lines:
         """Return the gradients of earlier micro-batches."""
-        return held_lines(self.job, highest(self.courses, ("forward",)).held)
+        return self._lines(highest(self.courses, ("forward",)).held)
 
     def at_head(self) -> Iterator[Lines]:
         """Yield gradients that have reached their weights, the one being made, and a tied head's."""
@@ -109,7 +114,7 @@ class Training(MicroBatch):
         received = received_before(made, _sizes(self.whole, self.these.n_blocks))
         for point, (_, current), count in zip(points, made, received, strict=True):
             waits = self.tied_waits(point) and not self.sums_by_itself(point)
-            held = held_lines(self.job, highest(self.courses, ("between", head, count)).held)
+            held = self._lines(highest(self.courses, ("between", head, count)).held)
             yield (*held, self.just_made[current], *(self.tied_head if waits else ()))
 
     def of_head(self, point: BackwardPoint) -> tuple[int, int]:
@@ -122,7 +127,7 @@ class Training(MicroBatch):
     def in_last_block(self, one: KindPass) -> Iterator[Lines]:
         """Yield gradients that have reached their weights, and the one being made."""
         for points, count in self._received(one):
-            held = held_lines(self.job, highest(self.courses, ("between", self._index(one), count)).held)
+            held = self._lines(highest(self.courses, ("between", self._index(one), count)).held)
             for point in points:
                 yield (*held, self.just_made[point.current_gradient], *self.tied_head)
 
@@ -131,7 +136,7 @@ class Training(MicroBatch):
         trace, index = self.trace, self._index(one)
         for points, count in self._received(one):
             seen = highest(self.courses, ("before", index, count), lambda seen: self.kept[seen.block])
-            held = held_lines(self.job, seen.held)
+            held = self._lines(seen.held)
             trace.hold("kept", *seen.lines(lambda one: self.kept_before(one.block)))
             inside = [(point.name, (point.lines, held, (self.just_made[point.current_gradient], *self.tied_head)))
                       for point in points]  # fmt: skip
@@ -152,7 +157,7 @@ class Training(MicroBatch):
         """Return each moment below the blocks with its gradients, and those that have reached their weights."""
         found, table, symbol = list[tuple[Below, Lines]](), embedding_elements(self.whole), embedding_symbol(self.whole)
         for point in moments_below(self.these, operators_below(self.whole)):
-            held, elements = held_lines(self.job, highest(self.courses, ("between", -1, point.operator)).held), point.current
+            held, elements = self._lines(highest(self.courses, ("between", -1, point.operator)).held), point.current
             made = self.gradient(elements, "gradient of the embedding", symbol if elements and elements == table else "")
             found.append((point, (*held, made, *self.tied_head)))
         return found
@@ -175,14 +180,14 @@ class Training(MicroBatch):
             if ("during", event) in self.courses.each[0]:
                 seen = highest(self.courses, ("during", event), alive)
                 trace.at(name, Phase.BACKWARD)
-                trace.pass_by(*seen.lines(lines), *held_lines(self.job, seen.held, _COPIES.get(event, _COPY)))
+                trace.pass_by(*seen.lines(lines), *self._lines(seen.held, _COPIES.get(event, _COPY)))
 
     def _running(self, place: tuple[int, int]) -> Int:
         """Return what is alive in the running block, which is the same in all blocks of a kind. [bytes]"""
         kind, made = place
         inside = 0 <= kind < len(self.these.kinds)
-        block = self.these.kinds[kind].last if inside else -1 if kind < 0 else self.these.n_blocks
-        return running_size(self.these, block, made) + total_bytes(self._tied_until(block, made))
+        block = self.these.kinds[kind].blocks[-1] if inside else -1 if kind < 0 else self.these.n_blocks
+        return running_size(self.these, block, made, self._tied_until(block, made))
 
     def _tied_until(self, block: int, made: int) -> Lines:
         """Return a tied head's gradient until the embedding's arrives, which is the last."""
@@ -196,7 +201,7 @@ class Training(MicroBatch):
                 held = highest(self.courses, ("end", event)).held
                 self.trace.at(name, Phase.BACKWARD)
                 self.trace.pass_by(
-                    *self._updating(held) if event == "updated" else held_lines(self.job, held, _COPIES.get(event, _COPY))
+                    *self._updating(held) if event == "updated" else self._lines(held, _COPIES.get(event, _COPY))
                 )
 
     def _updating(self, held: Held) -> Lines:
@@ -204,7 +209,7 @@ class Training(MicroBatch):
         made = sized(Kind.GRADIENTS, 1, held.cast, "Muon's updates so far", UPDATE)
         reason = "temporaries of the update of the next matrix"
         following = sized(Kind.OPTIMIZER_TEMPORARY, 1, held.copy, reason, UPDATE)
-        return (*held_lines(self.job, held._replace(copy=0, cast=0)), made, following)
+        return (*self._lines(held._replace(copy=0, cast=0)), made, following)
 
 
 @lru_cache(maxsize=4096)
@@ -238,15 +243,18 @@ def _courses(job: Job, these: Passes) -> Courses:
     return courses_of(plan, ranks, minimum(job.micro_batches, distinct_micro_batches(plan.stage, overlaps=plan.overlaps)))
 
 
-def held_lines(job: Job, held: Held, copied: tuple[str, str] = _COPY) -> tuple[Line, ...]:
-    """Return the memory of gradients, line by line."""
-    own, count = own_gradients(job), 2 if job.recipe.deepspeed.overlap_comm else 1
-    bucket = "two reduce buckets, reduce_bucket_size each" if count > 1 else "reduce bucket, reduce_bucket_size"
-    element, kept = job.element, "gradients of the micro-batches before, of every parameter that reaches into this rank's share"
+@lru_cache(maxsize=4096)
+def held_lines(
+    held: Held, own: Line, made: Line, element: int, overlaps: bool, copied: tuple[str, str]  # noqa: FBT001  part of a key
+) -> tuple[Line, ...]:  # fmt: skip
+    """Return the memory of gradients, line by line, like the lines of a rank's ``own`` gradients and of whole ones."""
+    bucket = "two reduce buckets, reduce_bucket_size each" if overlaps else "reduce bucket, reduce_bucket_size"
+    kept = "gradients of the micro-batches before, of every parameter that reaches into this rank's share"
     reason, source = copied
+    whole = "gradients where they were made, or added up"
     return (
-        Line(Kind.REDUCE, held.buckets, bucket, unless_zero(held.buckets, times(count * element, "B")), _BUCKETS),
-        gradient_line(job, held.gradients // element, "gradients where they were made, or added up"),
+        Line(Kind.REDUCE, held.buckets, bucket, unless_zero(held.buckets, times((1 + overlaps) * element, "B")), _BUCKETS),
+        sized(made.kind, element, held.gradients // element, whole, made.source),
         Line(Kind.REDUCE, held.copy, reason, product(element, held.copy // element), source),
         Line(Kind.TEMPORARY, held.cast, "reduced gradient cast to fp32", product(4, held.cast // 4), _ADD),
         own._replace(n_bytes=held.own, formula=unless_zero(held.own, own.formula)),

@@ -7,6 +7,7 @@ The same program allocates in a trace of moments (:mod:`zeroplan.trace`) and in 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import lru_cache
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from zeroplan.engines.deepspeed.gradients import collects, sums_in_fp32
@@ -94,11 +95,16 @@ class Unpartitioned(Wrapper):
         kind, source = (Kind.OPTIMIZER_TEMPORARY, FUSED) if flat else (Kind.GRADIENTS, UNFUSED)
         cast = all_of(job, kind, 4, "gradients cast to fp32", source)
         memory.at("optimizer step: gradients laid flat", Phase.STEP)
-        memory.put_each("cast", cast, [4 * numel(each) for each in job.whole.placed])
+        memory.put_each("cast", cast, _in_fp32(job.whole))
         if flat:
             memory.put("flat", all_of(job, Kind.GRADIENTS, 4, "gradients in fp32, laid flat", source))
             memory.drop("cast")
             self.zero_grad()
+
+
+def _in_fp32(whole: Row) -> list[int]:
+    """Return the size of each gradient in fp32. [bytes]"""
+    return [4 * elements for elements in map(sub, whole.ends, whole.starts)]
 
 
 class AddedInFp32(Wrapper):
@@ -110,7 +116,7 @@ class AddedInFp32(Wrapper):
         cast = sized(Kind.TEMPORARY, 4, largest_parameter(job.whole), reason, f"{BF16}._update_hp_grad", "G_one")
         memory.hold("made", all_of(job, Kind.UNSHARDED_GRADIENTS, 2, "gradients of this micro-batch, bf16", BF16))
         memory.at("end of backward: gradients added in fp32", Phase.BACKWARD)
-        memory.one_after_another(cast, [4 * numel(each) for each in job.whole.placed])
+        memory.one_after_another(cast, _in_fp32(job.whole))
         if last:
             n_bytes, reason = 2 * job.n_ranks * job.partition, "fp32 gradients cast to bf16 for the all-reduce"
             memory.at("end of backward: gradients all-reduced", Phase.BACKWARD)

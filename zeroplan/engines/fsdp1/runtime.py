@@ -95,7 +95,7 @@ class FlatRuntime(Runtime):
         Before a gather the host waits until the GPU has freed all but the last two units (``limit_all_gathers``,
         _limiter_utils.py).
         """
-        memory, key, is_there = self.memory, unit.unsharded(0), self.memory.has(unit.unsharded(0))
+        memory, key, is_there = self.memory, unit.unsharded[0], self.memory.has(unit.unsharded[0])
         if is_there and self.plan.offloaded:
             memory.at(f"{phase.value}: {unit.name} is unsharded", phase)
             memory.pass_by(*self._once(unused_copies, unit.parts.group))

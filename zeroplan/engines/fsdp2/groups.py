@@ -9,7 +9,7 @@ from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.precisions import Widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.numeric import Bool, Int, added_up, ceil_div, weighted, where
+from zeroplan.numeric import Bool, Int, added_up, ceil_div, where
 from zeroplan.spec.model import ModelSpec
 from zeroplan.transformer.parameters import BlockRun, Layout, Parameter
 from zeroplan.transformer.params import has_frozen, layout
@@ -208,10 +208,10 @@ def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> I
 
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     """Return one unit of these parameters, split into ``n`` ranks' chunks."""
-    shard = added_up(ceil_div(rows, n) * width for rows, width in _widths_by_rows(parameters))
-    sizes = tuple(parameter.numel for parameter in parameters)
-    twice = tuple(2 for _ in sizes)
-    adapted = tuple(0 if parameter.frozen else 2 for parameter in parameters)
+    shard = added_up([ceil_div(rows, n) * width for rows, width in _widths_by_rows(parameters)])
+    sizes = tuple([parameter.numel for parameter in parameters])
+    twice = (2,) * len(sizes)
+    adapted = tuple([0 if parameter.frozen else 2 for parameter in parameters])
     alone = cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=twice), cast_one_by_one(sizes, fetched=adapted)
     return Group(shard, shard * n, sum(sizes), symbol, *alone)
 
@@ -246,9 +246,9 @@ def local_tensors(tree: Layout, n: Int, tp: int, ep: int) -> tuple[LocalTensor, 
     """Return this rank's chunks of the parameters of a layout, in its order."""
     of_rank = partial(chunk, n=n, tp=tp, ep=ep)
     return (
-        *(of_rank(parameter, 1, in_block=False) for parameter in tree.embeddings),
-        *(of_rank(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters),
-        *(of_rank(parameter, 1, in_block=False) for parameter in tree.tail),
+        *[of_rank(parameter, 1, in_block=False) for parameter in tree.embeddings],
+        *[of_rank(parameter, run.layers, in_block=True) for run in tree.runs for parameter in run.parameters],
+        *[of_rank(parameter, 1, in_block=False) for parameter in tree.tail],
     )
 
 
@@ -284,7 +284,12 @@ def _shards(cut: Cut, *, trained: bool) -> Int:
 
 def shards_of(outside: Iterable[Group], blocks: Iterable[Group], layers: Iterable[int]) -> Int:
     """This rank's chunks of units outside the blocks, and of this many layers of each run. [elements]"""
-    return sum([group.shard for group in outside]) + weighted(layers, [group.shard for group in blocks])
+    elements: Int = 0
+    for group in outside:
+        elements = elements + group.shard
+    for group, count in zip(blocks, layers, strict=True):
+        elements = elements + count * group.shard
+    return elements
 
 
 def _parameter_line(elements: Int, width: int, which: str, symbol: str) -> Line:

@@ -1,14 +1,16 @@
 """The lines of an FSDP2 step outside the blocks, all gradients, and the end of the backward."""
 
+from functools import lru_cache
+
 from zeroplan.engines.formulas import product, sized
 from zeroplan.engines.fsdp2 import buffers, lines
 from zeroplan.engines.fsdp2.groups import Ends, Group
-from zeroplan.engines.fsdp2.plan import REDUCE, Plan, shards_formula, sum_of
+from zeroplan.engines.fsdp2.plan import REDUCE, Plan, fresh, shards_formula, sum_of
 from zeroplan.engines.fsdp2.runtime import Runtime
 from zeroplan.engines.positions import Position
 from zeroplan.engines.sources import ACCUMULATE, INPUT_BUFFER
 from zeroplan.ledger import Kind, Line, Moment, Phase
-from zeroplan.numeric import where
+from zeroplan.numeric import Int, where
 from zeroplan.trace import Trace
 from zeroplan.transformer.blocks import At, AtEmbedding, BackwardPoint
 
@@ -48,10 +50,18 @@ def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
     )
 
 
-def made_in_a_block(plan: Plan, point: BackwardPoint) -> Line:
-    """Return the block's whole gradients at a point of its backward. [bytes]"""
-    n_bytes, formula = plan.fresh(point.gradients, point.current_gradient)
-    return Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE)
+def made_in_a_block(plan: Plan, points: tuple[BackwardPoint, ...]) -> list[tuple[Line]]:
+    """Return the block's whole gradients at each point of its backward. [bytes]"""
+    width, several = plan.width.compute, plan.several if plan.adds_up else 0
+    if isinstance(several, int):
+        return [_made_in_a_block(width, several, point.gradients, point.current_gradient) for point in points]
+    return [_made_in_a_block.__wrapped__(width, several, point.gradients, point.current_gradient) for point in points]
+
+
+@lru_cache(maxsize=4096)
+def _made_in_a_block(width: int, several: Int, made: int, current: int) -> tuple[Line]:
+    n_bytes, formula = fresh(width, several, made, current)
+    return (Line(Kind.UNSHARDED_GRADIENTS, n_bytes, "this block's, made so far", formula, ACCUMULATE),)
 
 
 def resharding(plan: Plan, position: Position) -> tuple[Line, ...]:

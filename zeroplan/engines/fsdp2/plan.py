@@ -262,22 +262,26 @@ class Plan(NamedTuple):
         """Return whole gradients of earlier micro-batches (``no_sync``) in units that are not reduced yet. [bytes]"""
         if self.recipe.sync_every_micro_batch:
             return ()
-        elements = sum(group.numel for group in outside) + weighted(layers, [group.numel for group in self.trained_blocks])
+        elements = sum([group.numel for group in outside]) + weighted(layers, [group.numel for group in self.trained_blocks])
         formula = left_formula(self.reduce_bytes, layers, self.trained_kinds, outside=sum_of("G", outside))
         reason = "whole gradients accumulated by earlier micro-batches"
         return (Line(Kind.UNSHARDED_GRADIENTS, self.several * self.reduce_bytes * elements, reason, formula, ACCUMULATE),)
 
     def fresh(self, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
-        """Return this micro-batch's gradients that are separate from earlier ones, and their formula. [bytes]
+        """Return :func:`fresh` gradients of this plan."""
+        return fresh(self.width.compute, self.several if self.adds_up else 0, made, current, waiting=waiting)
 
-        ``made``: elements so far; ``current``: of them being made, before they are accumulated; ``waiting``: elements that have
-        not reached their parameter yet.
-        """
-        width = self.width.compute
-        if not self.adds_up or (isinstance(self.several, int) and not self.several):
-            return width * (made + waiting), product(width, made + waiting)
-        beside = (1 - self.several) * made + self.several * current + waiting
-        return width * beside, f"{width}·((1-M)·{made} + M·{current} + {waiting})"
+
+def fresh(width: int, several: Int, made: int, current: int = 0, *, waiting: int = 0) -> tuple[Int, str]:
+    """Return this micro-batch's gradients that are separate from earlier ones, and their formula. [bytes]
+
+    ``several``: 1 if autograd accumulates them into gradients of earlier micro-batches, else 0. ``made``: elements so far;
+    ``current``: of them being made, before they are accumulated; ``waiting``: elements that have not reached their parameter yet.
+    """
+    if isinstance(several, int) and not several:
+        return width * (made + waiting), product(width, made + waiting)
+    beside = (1 - several) * made + several * current + waiting
+    return width * beside, f"{width}·((1-M)·{made} + M·{current} + {waiting})"
 
 
 def sum_of(letter: str, outside: tuple[Group, ...]) -> str:
@@ -440,8 +444,8 @@ def _of_the_model(cut: Cut, model: ModelSpec, recipe: RecipeSpec) -> dict[str, A
         "trained_kinds": tuple(group.symbol for group in cut.trained_blocks),
         "tail_elements": sum(parameter.numel for parameter in learning.tail),
         "tied_head_elements": 0 if learning.tied_head is None else learning.tied_head.numel,
-        "embedding_elements": max((one.numel for one in learning.embeddings if len(one.shape) > 1), default=0),
-        "projector_elements": sum(one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)),
+        "embedding_elements": max([one.numel for one in learning.embeddings if len(one.shape) > 1], default=0),
+        "projector_elements": sum([one.numel for one in learning.embeddings if one.name.startswith(BESIDE_THE_TEXT)]),
         "last_root_elements": next((one.numel for one in (*learning.tail[::-1], *learning.embeddings[::-1])), 0),
         "tower_layers": model.tower_layers,
         "first_ahead": model.num_hidden_layers - len(PREDICTS) * model.predictions if model.predictions else None,

@@ -9,7 +9,7 @@ requests, where they are separate (:mod:`zeroplan.engines.requests.fsdp2`).
 
 from collections.abc import Callable, Hashable
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Ends, Group, ParamGroup, param_groups
@@ -39,24 +39,23 @@ class Parts:
         self.copied_groups = self.groups if copies_all else self.trained
 
 
-class Unit(NamedTuple):
+class Unit:
     """The modules of one ``fully_shard`` call: a block, or all modules in no other unit."""
 
-    name: str | int
-    """The name of the unit in moments; its layer in a log of requests."""
-    parts: Parts
+    __slots__ = ("gathered", "name", "parts", "smaller", "unsharded")
 
-    def gathered(self, index: int) -> Hashable:
-        """The key of a group's all-gather buffer."""
-        return "gathered", self.name, index
+    def __init__(self, name: str | int, parts: Parts) -> None:
+        """``name``: the name of the unit in moments; its layer in a log of requests."""
+        self.name, self.parts = name, parts
+        self.gathered = self._keys("gathered")
+        """The key of each group's all-gather buffer."""
+        self.unsharded = self._keys("unsharded")
+        """The key of each group's unsharded parameters."""
+        self.smaller = self._keys("smaller")
+        """The key of each group's smaller shard, if ``reshard_after_forward`` is a number."""
 
-    def unsharded(self, index: int) -> Hashable:
-        """The key of a group's unsharded parameters."""
-        return "unsharded", self.name, index
-
-    def smaller(self, index: int) -> Hashable:
-        """Return the key of a group's smaller shard, if ``reshard_after_forward`` is a number."""
-        return "smaller", self.name, index
+    def _keys(self, what: str) -> tuple[Hashable, ...]:
+        return tuple([(what, self.name, index) for index, _ in enumerate(self.parts.groups)])
 
 
 class EndUnits:
@@ -101,7 +100,7 @@ class Runtime:
         """Begin with everything sharded; ``made`` caches lines for the next pass of the same units."""
         self.plan, self.memory = plan, memory
         self._reduce_inputs: list[Hashable] = []
-        self._made = made
+        self._made, self._is_newer = made, plan.of_torch_2_15
 
     def _once(self, make: Callable[..., tuple[Line, ...]], *of: object) -> tuple[Line, ...]:
         """Return the lines of a function of :mod:`lines`, cached because blocks of a run are equal."""
@@ -119,11 +118,11 @@ class Runtime:
             self.memory.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
             self.all_gather(unit, index)
             self.memory.at(f"forward: unsharding {unit.name}{more}", Phase.FORWARD)
-            if self.plan.of_torch_2_15:
+            if self._is_newer:
                 self.release_parked()
             self.copy_out(unit, index, group)
             self.release_parked()  # in 2.13 a local of wait_for_unshard holds it until here
-            self.memory.rename(unit.gathered(index), "parked")
+            self.memory.rename(unit.gathered[index], "parked")
 
     def release_parked(self) -> None:
         """``FSDPCommContext.all_gather_state``: a buffer lives until the next copy-out, so that gather and copy-out overlap."""
@@ -131,23 +130,23 @@ class Runtime:
 
     def is_unsharded(self, unit: Unit) -> bool:
         """Whether a unit's parameters are unsharded."""
-        return self.memory.has(unit.unsharded(0))
+        return self.memory.has(unit.unsharded[0])
 
     def hold_unsharded(self, unit: Unit) -> None:
         """Hold a unit that is unsharded already."""
         for index, group in enumerate(unit.parts.groups):
-            self.memory.hold(unit.unsharded(index), *self._once(lines.unsharded, group))
+            self.memory.hold(unit.unsharded[index], *self._once(lines.unsharded, group))
 
     def reshard(self, unit: Unit) -> None:
         """``FSDPParamGroup.reshard``."""
-        self.memory.drop(*map(unit.unsharded, range(len(unit.parts.groups))))
+        self.memory.drop(*unit.unsharded)
 
     def post_forward(self, unit: Unit) -> None:
         """``FSDPState._post_forward``: reshard a unit. In a trace a line for all blocks counts one that stays unsharded."""
         if self.plan.reshard is not False:
             self.reshard(unit)
         else:
-            self.memory.settle(*map(unit.unsharded, range(len(unit.parts.groups))))
+            self.memory.settle(*unit.unsharded)
 
     def pre_backward(self, unit: Unit, below: Unit | None) -> None:
         """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below."""
@@ -156,15 +155,15 @@ class Runtime:
         for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
             self.all_gather(unit, index)
             self.copy_out(unit, index, group)
-            self.memory.drop(unit.gathered(index))
-        self.memory.drop(*map(unit.smaller, range(len(unit.parts.groups))))
+            self.memory.drop(unit.gathered[index])
+        self.memory.drop(*unit.smaller)
         if below is not None:
             self._gather_groups_ahead(below, len(unit.parts.groups))  # only a unit of several groups prefetches several
 
     def gather_ahead(self, unit: Unit) -> None:
         """Gather the group that ran last, as the root's hook does before the backward (``_backward_prefetch``)."""
         index = len(unit.parts.groups) - 1
-        if self.plan.reshard is not False and not self.is_unsharded(unit) and not self.memory.has(unit.gathered(index)):
+        if self.plan.reshard is not False and not self.is_unsharded(unit) and not self.memory.has(unit.gathered[index]):
             self._request_buffer(unit, index, ahead=True)
 
     def prefetch(self, unit: Unit) -> None:
@@ -181,7 +180,7 @@ class Runtime:
 
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
         """``foreach_all_gather``: allocate a buffer for all chunks, and this rank's chunk, cast."""
-        if not self.memory.has(unit.gathered(index)):  # gathered ahead
+        if not self.memory.has(unit.gathered[index]):  # gathered ahead
             if self.plan.recipe.fsdp2.float8_all_gather:
                 self.cast_to_float8(unit.parts.groups[index])
             self.request_chunk(unit, index, ahead=ahead)
@@ -195,7 +194,7 @@ class Runtime:
         """
         if ahead and not isinstance(self.plan.reshard, bool):
             self.memory.put("chunk", *self._once(lines.smaller_chunk_to_gather, unit.parts.group, unit.parts.copied))
-        elif ahead or self.plan.of_torch_2_15:
+        elif ahead or self._is_newer:
             chunk = self._once(lines.chunk_to_gather, unit.parts.groups[index], unit.parts.copied_groups[index])
             self.memory.put("chunk", *chunk)
 
@@ -208,7 +207,7 @@ class Runtime:
     def _request_buffer(self, unit: Unit, index: int, *, ahead: bool) -> None:
         group = unit.parts.groups[index]
         (line,) = self._once(lines.gathered_ahead if ahead else lines.gather_buffer, group)
-        self.memory.put(unit.gathered(index), line)
+        self.memory.put(unit.gathered[index], line)
         self.memory.call("all_gather", line.n_bytes, self.ranks_of(unit, index), self.among(group))
 
     @staticmethod
@@ -222,7 +221,7 @@ class Runtime:
 
     def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """``foreach_all_gather_copy_out``: copy every parameter to its own memory."""
-        self.memory.put(unit.unsharded(index), *self._once(lines.unsharded, group))
+        self.memory.put(unit.unsharded[index], *self._once(lines.unsharded, group))
         self.memory.pass_by(*self._once(lines.copying_out, unit.parts.group, group))
 
     # --- gradients ------------------------------------------------------------------------------------------------------
@@ -232,7 +231,7 @@ class Runtime:
         for index, group in self.order_of_reductions(unit):
             experts = " the experts of" if group.are_experts else ""
             self.memory.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
-            self.memory.drop(unit.unsharded(index))
+            self.memory.drop(unit.unsharded[index])
             if not self.reduces:
                 self.keep_whole(unit, index)
                 continue
@@ -273,7 +272,7 @@ class Runtime:
         self.memory.put("copied or reduced", *self._once(lines.copied_or_reduced, group))
         self.memory.put(key, *self._once(lines.reduce_input, group))
         self.memory.drop("copied or reduced", "waiting gradients")
-        if unit.parts.last and not self.plan.of_torch_2_15:
+        if unit.parts.last and not self._is_newer:
             self.memory.pass_by(*self._once(lines.reduced, group), lines.still_named(self.plan, unit.parts.last))
         if self.plan.recipe.fsdp2.step_in_backward:  # a parameter's hook steps before foreach_reduce returns
             stepping = self.plan.stepping(in_block=not unit.parts.last)

@@ -3,7 +3,7 @@
 It runs the last micro-batch of a step, with the gradients of earlier ones. Layers at which memory cannot peak are skipped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 from zeroplan.engines.fsdp2 import buffers, lines, outside
 from zeroplan.engines.fsdp2.groups import Group
@@ -11,6 +11,7 @@ from zeroplan.engines.fsdp2.plan import Plan
 from zeroplan.engines.fsdp2.runtime import Runtime, Unit, Units
 from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase, Role
+from zeroplan.memo import Computed
 from zeroplan.spec.recipe import OF_PAIRS
 from zeroplan.trace import Inside, Moments, Trace, entry_of
 from zeroplan.transformer.blocks import At, BackwardPoint, BlockPass, without_input
@@ -31,6 +32,9 @@ class MicroBatch:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
         self._prefetched: tuple[Unit, ...] = ()
+        self._kept = Computed[tuple[int, ...], Line](lambda layers: buffers.kept(plan, layers)[0])
+        self._behind = Computed[tuple[int, ...], tuple[Line, ...]](lambda layers: plan.left_behind(layers, self.left))
+        """Whole gradients of earlier micro-batches in so many layers of each run."""
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 
     def _depth(self, *, backward: bool) -> int:
@@ -147,8 +151,7 @@ class MicroBatch:
 
     def keep(self, layers: tuple[int, ...], *, every: bool = False) -> None:
         """Hold the activations of these layers of each run, whose forward has run and whose backward has not."""
-        kept, *_ = buffers.kept(self.plan, layers, every=every)
-        self.trace.shrink("kept", kept)
+        self.trace.shrink("kept", buffers.kept(self.plan, layers, every=True)[0] if every else self._kept[layers])
 
     def unsharded_beside(self, position: Position, *, backward: bool) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
         """Return the parameters of other blocks that are unsharded while this one runs, or their smaller shards."""
@@ -211,7 +214,7 @@ class MicroBatch:
         _, last = self.layers[-1]
         if self.ends is None:
             self.run.gather_ahead(last)
-        elif self.plan.reshard is not False and not self.run.is_unsharded(last) and not self.trace.has(last.gathered(0)):
+        elif self.plan.reshard is not False and not self.run.is_unsharded(last) and not self.trace.has(last.gathered[0]):
             self.trace.at(f"backward: gathering {last.name}", Phase.BACKWARD)
             saved = self.plan.head.saved if self.plan.recipe.loss == "chunked" else ()
             self.trace.hold("entering", *(point.before or saved))
@@ -249,7 +252,7 @@ class MicroBatch:
         self.keep(position.before)
         trace.shrink("still unsharded", *self.unsharded_beside(position, backward=True))
         trace.at(f"backward: unsharding {position.name}", Phase.BACKWARD)
-        trace.hold(unit.smaller(0), *lines.own_smaller_shard(self.plan, unit.parts.group))
+        trace.hold(unit.smaller[0], *lines.own_smaller_shard(self.plan, unit.parts.group))
         trace.put("entering", *one.kept(again), *self.flows_in(position))
         self.enter_backward(unit, below)
         trace.drop("entering")
@@ -270,10 +273,11 @@ class MicroBatch:
         """Return the key of blocks whose backward is equal inside."""
         return position.run
 
-    def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
-        """Yield the same without a cache."""
-        for point in self.plan.passes[position.run].points:
-            yield point.name, (point.lines, (outside.made_in_a_block(self.plan, point),))
+    def made_inside(self, position: Position) -> Iterable[tuple[str, tuple[tuple[Line, ...], ...]]]:
+        """Return the same without a cache."""
+        points = self.plan.passes[position.run].points
+        both = zip(points, outside.made_in_a_block(self.plan, points), strict=True)
+        return [(point.name, (point.lines, made)) for point, made in both]
 
     def flows_in(self, position: Position) -> tuple[Line, ...]:
         """Return the gradient that arrives at a block's end, and what layers above have left beside it."""
@@ -292,10 +296,10 @@ class MicroBatch:
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""
-        own = tuple(count + (run == position.run) for run, count in enumerate(position.before))
+        own = tuple([count + (run == position.run) for run, count in enumerate(position.before)])
         shards = outside.reduced(self.plan, position.after, () if self.ends is None else self.ends.reduced)
         self.trace.shrink("shards", *shards)
-        self.trace.shrink("left", *self.plan.left_behind(own, self.left))
+        self.trace.shrink("left", *self._behind[own])
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """Reduce a block's gradients after its backward."""
@@ -304,7 +308,7 @@ class MicroBatch:
         if is_last:  # tensors that only blocks need are freed with the last block
             trace.shrink("shared", *plan.head.at_embedding, *plan.head.before)
         keeps_input = not is_last and plan.recomputes[position.run] != "none"
-        trace.shrink("left", *plan.left_behind(position.before, self.left))
+        trace.shrink("left", *self._behind[position.before])
         trace.hold(
             "leaving",
             buffers.flowing(plan, "gradient that flows out of this block", position.layer),

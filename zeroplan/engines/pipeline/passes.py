@@ -35,6 +35,7 @@ from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Phase, Role
 from zeroplan.trace import Entry, Trace
 from zeroplan.transformer.blocks import At, BlockPass
+from zeroplan.transformer.context import without_labels
 from zeroplan.transformer.families.tags import AT_MLP_NORM, HELD_NORM
 
 
@@ -191,15 +192,14 @@ class StagePass(MicroBatch):
     def _loss_in_chunks(self) -> None:
         """Run the chunked loss, whose backward goes through the head before the stage's backward. Labels are alive anyway."""
         plan, trace = self.plan, self.trace
-        labels = plan.head.loss[0].reason
         trace.at("loss in chunks, forward", Phase.FORWARD)
         trace.drop("head")
-        trace.pass_by(*plan.head.saved, *(line for line in plan.head.loss_forward if line.reason != labels))
+        trace.pass_by(*plan.head.saved, *without_labels(plan.head.loss_forward))
         trace.drop("ahead")
         for point in self.stage.ending[0]:
             trace.at(f"loss in chunks, backward of the {point.name}", Phase.FORWARD)
             made = root_gradients(plan, point.gradients, point.current_gradient)
-            trace.pass_by(made, *(line for line in point.lines if line.reason != labels))
+            trace.pass_by(made, *without_labels(point.lines))
 
     def _gather_head(self, unit: Unit, layers: tuple[int, ...]) -> None:
         """Gather a separate unit of norm and head after all blocks have run."""

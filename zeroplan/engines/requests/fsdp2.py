@@ -152,12 +152,12 @@ class Step(UnitPass):
 
     def ranks_of(self, unit: Unit, index: int) -> Int:
         """Return the number of ranks that gather a group."""
-        return self.plan.reshard if self.log.has(unit.smaller(index)) else super().ranks_of(unit, index)
+        return self.plan.reshard if self.log.has(unit.smaller[index]) else super().ranks_of(unit, index)
 
     def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:  # noqa: ARG002  moments need it
         """Copy the chunk from host memory, if it is there, and cast it, parameter by parameter."""
         plan, log, width = self.plan, self.log, self.plan.width.compute
-        copied, is_smaller = int(unit.parts.copied_groups[index].of.shard), log.has(unit.smaller(index))
+        copied, is_smaller = int(unit.parts.copied_groups[index].of.shard), log.has(unit.smaller[index])
         if plan.offloaded and not is_smaller:
             for whole, stored in zip(*self.each(unit, index)[::2], strict=True):
                 self._fetch("chunk", whole // int(unit.parts.groups[index].ranks), stored)
@@ -183,7 +183,7 @@ class Step(UnitPass):
             if not group.gathers:
                 self._copy_alone(("cast", at), elements, each.widths[at])
                 log.release(("cast", at - 1))
-            log.request(unit.unsharded(index), width * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
+            log.request(unit.unsharded[index], width * elements, Kind.UNSHARDED_PARAMETERS, "unsharded parameter")
         log.release("joined", ("cast", len(each.whole) - 1))
 
     def _copy_alone(self, key: Hashable, elements: int, stored: int) -> None:
@@ -204,8 +204,8 @@ class Step(UnitPass):
         log, ways = self.log, int(self.plan.reshard)
         for elements in self.each(unit, index).whole:
             n_bytes = self.plan.width.compute * elements
-            log.request(unit.smaller(index), n_bytes // ways, Kind.UNSHARDED_PARAMETERS, "smaller shard of a parameter")
-            log.part(unit.unsharded(index), n_bytes, "gone")
+            log.request(unit.smaller[index], n_bytes // ways, Kind.UNSHARDED_PARAMETERS, "smaller shard of a parameter")
+            log.part(unit.unsharded[index], n_bytes, "gone")
             log.release("gone")
 
     def before_block(self, layer: int) -> None:

@@ -14,13 +14,14 @@ Starts: TypeAlias = Literal["loaded", "built", "recorded"]
 
 
 class Request(NamedTuple):
-    """One request: its bytes, kind and reason, its layer (-1: none), and its stream."""
+    """One request: its bytes, kind and reason, its layer (-1: none), its stream, and whether it is scratch inside a CUDA kernel."""
 
     n_bytes: int
     kind: Kind
     reason: str
     layer: int
     stream: int
+    is_scratch: bool = False
 
 
 class Call(NamedTuple):
@@ -134,11 +135,13 @@ class Log:
     def note(self, event: str, copy: int = 0, cast: int = 0) -> None:
         """Ignore an event: only traces of moments use it."""
 
-    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str) -> None:
+    def request(self, key: Hashable, n_bytes: int, kind: Kind, reason: str, *, is_scratch: bool = False) -> None:
         """Request memory, if any, and hold it under a key."""
         if n_bytes:
             place = len(self.requests)
-            self.requests.append(tuple.__new__(Request, (n_bytes, kind, reason, self.layer, self.stream)))  # quicker
+            self.requests.append(
+                tuple.__new__(Request, (n_bytes, kind, reason, self.layer, self.stream, is_scratch))
+            )  # quicker
             self.events.append(place)
             self.held.setdefault(key, []).append(place)
 

@@ -276,7 +276,7 @@ class ModelPass:
         waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
         ends, log, requests, releases = self._ends(layer, sized), self.log, Do.REQUEST, Do.RELEASE
         for one in sized.forward if forward else sized.backward:
-            do, thing, size, pieces, kind, reason, _, _ = one
+            do, thing, size, pieces, kind, reason, _, _, is_scratch = one
             if waits or not (do is requests or do is releases):
                 self._do(layer, one, ends, forward=forward)
                 continue
@@ -285,16 +285,16 @@ class ModelPass:
                 log.release(key)
             else:
                 for _ in range(pieces):
-                    log.request(key, size, kind, reason)
+                    log.request(key, size, kind, reason, is_scratch=is_scratch)
 
     def _do(self, layer: int, one: Instruction, ends: dict[Thing, Hashable], *, forward: bool) -> None:
-        do, thing, size, pieces, kind, reason, multiplies, sends = one
+        do, thing, size, pieces, kind, reason, multiplies, sends, is_scratch = one
         log = self.log
         if do is Do.REQUEST:
             if multiplies:
                 self._multiplies("forward" if forward else "backward")
             for _ in range(pieces):
-                log.request(ends.get(thing, (layer, thing)), size, kind, reason)
+                log.request(ends.get(thing, (layer, thing)), size, kind, reason, is_scratch=is_scratch)
         elif do is Do.RELEASE:
             log.release(ends.get(thing, (layer, thing)))
         elif do is Do.GRADIENT:

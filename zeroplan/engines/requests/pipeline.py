@@ -209,7 +209,7 @@ class StageStep(fsdp2.Step):
         for unit in (*self.outside, *self.units):
             for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
                 self.copy_out(unit, index, group)
-                self.log.release(unit.gathered(index))
+                self.log.release(unit.gathered[index])
 
     def reshard_all(self) -> None:
         """Shard all units."""
@@ -282,9 +282,9 @@ class StageStep(fsdp2.Step):
             self.pre_forward(self.outside[-1])
 
     def _do(self, layer: int, one: Instruction, ends: dict[Thing, Hashable], *, forward: bool) -> None:
-        """Run an instruction. The root's forward ends with the logits, before the loss."""
+        """Run an instruction. The root's forward ends with the logits, or before a chunked loss."""
         is_of_loss = forward and layer == ENDING and one.do is Do.REQUEST and one.kind is Kind.LOGITS
-        if is_of_loss and one.reason != "logits":
+        if is_of_loss and (self.recipe.loss == "chunked" or not one.multiplies):
             self.log.release("parked")
         super()._do(layer, one, ends, forward=forward)
 

@@ -470,7 +470,7 @@ const change = (one) => (one.said ? fix(one) : node("p", { class: "note" }, ...p
 function priced(one) {
   const speed = one.slower === null || one.slower === undefined ? "" : Math.abs(one.slower) < 0.005 ? ", as fast" : `, ${Math.abs(100 * one.slower).toFixed(0)} % ${one.slower > 0 ? "slower" : "faster"}${one.flags.includes("--gpus ") ? " per GPU" : ""}`;
   const now = state.told.stages.columns[state.told.estimate.job.recipe.zero_stage].needed_bytes;
-  return [one.change, node("small", {}, `${short(now)} → ${short(one.needed_bytes)}${one.is_tight ? ", tightly" : ""}${speed}`), node("code", {}, one.flags)];
+  return [one.change, node("small", {}, `${short(now)} → ${short(one.needed_bytes)}${one.needs_expandable_segments ? ", only with expandable segments" : one.is_tight ? ", tightly" : ""}${speed}`), node("code", {}, one.flags)];
 }
 
 function fix(one) {

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
-from zeroplan.ledger import Kind, Role
+from zeroplan.ledger import Kind, OffGpu, Role
 from zeroplan.numeric import Int
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.model import ModelSpec
@@ -61,6 +61,8 @@ class Instruction(NamedTuple):
     """A matrix product makes it: a linear layer's output, or the gradient of its input."""
     sends: Exchange | None = None
     """The collective."""
+    is_scratch: bool = False
+    """Memory inside a CUDA kernel, which a run on fake tensors does not record."""
 
 
 class Sized(NamedTuple):
@@ -166,7 +168,10 @@ def _instruction(do: Do, thing: Thing, size: int) -> Instruction:
     if not isinstance(thing, Store):
         return Instruction(do, thing, size, sends=thing if isinstance(thing, Exchange) else None)
     multiplies = thing.tag.role is Role.OUTPUT or thing.kind is Kind.ACTIVATION_GRADIENTS
-    return Instruction(do, thing, size // thing.pieces, thing.pieces, thing.kind, thing.reason, multiplies)
+    is_scratch = thing.tag.off_gpu is OffGpu.NO_TENSOR
+    return Instruction(
+        do, thing, size // thing.pieces, thing.pieces, thing.kind, thing.reason, multiplies, is_scratch=is_scratch
+    )
 
 
 def _int(value: Int) -> int:

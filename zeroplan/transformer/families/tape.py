@@ -192,6 +192,8 @@ class Operator(NamedTuple):
     """The modules with weights whose forward runs it, outer modules first; only on a tape that marks modules."""
     on_host: tuple[Store, ...] = ()
     """Copies in host memory of its saved tensors. They return to the GPU for its backward."""
+    needs: tuple["Part", ...] = ()
+    """Parts of the program that a checkpoint of their own recomputes before its backward."""
 
 
 class Half(Enum):
@@ -246,6 +248,20 @@ class Exchange(NamedTuple):
     """Its largest buffer. [bytes]"""
     kept: bool = False
     """A selective checkpoint keeps its output, so the recomputation skips the collective."""
+
+
+class Part:
+    """A part of a program: the tensors that a checkpoint of its own frees, and when the backward makes them again."""
+
+    __slots__ = ("module", "since", "stores")
+
+    def __init__(self, module: str) -> None:
+        """``module``: its name among Megatron-Core's ``recompute_modules``, or another that code knows."""
+        self.module = module
+        self.stores = set[Store]()
+        """The tensors made in its forward, but for its output."""
+        self.since: int | None = None
+        """The number of moments of the backward before its tensors are made again."""
 
 
 class Owner:
@@ -471,6 +487,7 @@ class Tape:
         self.history, self.gradients, self.casts, self.cached = History(), WeightGradients(), [], []
         self.alive_at_forward, self.alive_at_backward, self.scratch = {}, {}, []
         self.name, self.place, self.before, self.freed = "", Place(), (), True
+        self._within: tuple[Part, ...] = ()
         self._last_saver, self._last_linear = (0, Alive("", (), (), (), ()), ()), Module.NONE
 
     def is_wide(self, dtype: Width) -> bool:
@@ -497,6 +514,8 @@ class Tape:
         if self.module and not tag.module:
             tag = tag._replace(module=self.module)
         store = Store(kind, reason, size, source, tag)
+        for part in self._within:
+            part.stores.add(store)
         self.alive[store] = None
         self.history.actions.append((Do.REQUEST, store))
         self.record()
@@ -702,6 +721,19 @@ class Tape:
         yield
         self.module = Module.NONE
 
+    @contextmanager
+    def within(self, part: Part) -> Iterator[None]:
+        """Count the tensors allocated inside as a part's. :meth:`end` says where the part's backward begins."""
+        around = self._within
+        self._within = (*around, part)
+        yield
+        self._within = around
+
+    def end(self, part: Part, *outputs: Value) -> None:
+        """Say that the backward of the last operator needs a part's tensors. ``outputs`` do not belong to it."""
+        part.stores.difference_update([one.store for one in outputs])
+        self.operators[-1] = self.operators[-1]._replace(needs=(*self.operators[-1].needs, part))
+
     def moments_until_last_saved(self) -> list[Alive]:
         """Return the moments up to the last operator that saves, where a recomputation stops (``early_stop``)."""
         before, last, outputs = self._last_saver
@@ -899,6 +931,8 @@ class Tape:
 
     def _begin(self, operator: Operator) -> None:
         self.name, self.place = operator.name, operator.place
+        for part in operator.needs:
+            part.since = len(self.moments) - (not self.freed)
         if self.place.at is At.LINEAR:
             self._last_linear = self.place.module
         elif self.place.at is At.ANYWHERE:

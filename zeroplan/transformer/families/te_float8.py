@@ -12,7 +12,7 @@ from zeroplan.ledger import Kind, Line, Role, Tag
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.tape import Mode, P_own, Site, Store, Tape, Value
 from zeroplan.transformer.parameters import Layout
-from zeroplan.transformer.symbols import T, e, h, r, x
+from zeroplan.transformer.symbols import E, T, e, h, r, x
 
 LINEAR = "Transformer Engine d0067d0, pytorch/module/linear.py, _linear_forward_impl"
 GROUPED = "Transformer Engine d0067d0, pytorch/module/grouped_linear.py, _GroupedLinear.forward"
@@ -41,7 +41,7 @@ def _quantised(elements: Size) -> Size:
 
 def _linear(tape: Tape, value: Value, width: Size, site: Site, *, reads: Size = h, bias: bool = False) -> Value:
     """``te.Linear``. AutoModel's routers are none."""
-    if site.name.startswith("router"):
+    if width == E:
         return op.trained_linear(tape, value, width, site, reads=reads, bias=bias)
     given = op.cast(tape, value, e, Site(f"input of the {site.name}", site.source))
     kept = _copies(tape, site.name, T * reads, LINEAR)

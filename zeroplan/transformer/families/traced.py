@@ -5,10 +5,11 @@ tensors' bytes for one batch, or for a column of batches.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain
-from typing import Any, NamedTuple
+from itertools import chain, repeat
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple, TypeAlias
 
 from zeroplan.errors import SpecError
 from zeroplan.expr import Size, Values
@@ -639,64 +640,89 @@ class Texts(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _texts(plan: Plan) -> Texts:
+def _texts(plan: Plan, owner: str) -> Texts:
     stores = plan.stores()
     places: dict[Size, int] = {}
     size_of = tuple([places.setdefault(store.size, len(places)) for store in stores])
     words = (
-        tuple([store.reason for store in stores]),
-        tuple([renamed(store.size.text, plan.names) for store in stores]),
+        tuple([f"{owner}{store.reason}" for store in stores]),
+        tuple(["" if owner else renamed(store.size.text, plan.names) for store in stores]),
         tuple([store.source for store in stores]),
         tuple([store.tag for store in stores]),
     )
     return Texts(stores, plan.weights(), tuple(places), size_of, tuple([store.kind for store in stores]), words)
 
 
-@lru_cache(maxsize=256)
-def _backward(plan: Plan, recompute: Recompute) -> tuple[Alive, ...]:
-    """Return the moments of the backward, including those of the recomputation."""
-    return (*plan.again.get(recompute, ()), *plan.points)
+_Pick: TypeAlias = Callable[[Sequence[Line]], tuple[Line, ...]]
+"""Returns some of all lines of a plan."""
+
+
+class _Backward(NamedTuple):
+    """The parts of a backward that are the same for every batch. A moment's parts are at the same index of each."""
+
+    names: tuple[str, ...]
+    lines: tuple[_Pick, ...]
+    elements: tuple[tuple[int, ...], ...]
+    """Elements of weight gradients made, of those being made, and of casts."""
+    places: tuple[Place, ...]
+    before: tuple[_Pick, ...]
+    """Empty if no moment has any."""
+    arrived: tuple[int, ...]
+    """Elements of gradients so far at each arrival of weight gradients."""
+    at_arrival: tuple[_Pick, ...]
 
 
 @lru_cache(maxsize=256)
-def _arrivals(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, Stores], ...]:
-    """Return at each arrival the elements of gradients so far, and the live tensors, with a checkpoint's input."""
-    beside, numbers = () if recompute == "none" else plan.input_apart, dict(zip(_texts(plan).weights, weights, strict=True))
-    return tuple((_sum(numbers, one.gradients), (*beside, *one.stores)) for one in plan.arrivals)
+def _backward(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> _Backward:
+    """Return the moments of the backward, including those of the recomputation, and the arrivals of weight gradients."""
+    stores, every, *_ = _texts(plan, "")
+    numbers = dict(zip([size.text for size in every], weights, strict=True))
+    index = dict(zip(stores, range(len(stores)), strict=True))
+    beside = () if recompute == "none" else plan.input_apart
+    moments = (*plan.again.get(recompute, ()), *plan.points)
 
+    def pick(some: Stores) -> _Pick:
+        at = [index[one] for one in some]
+        return itemgetter(*at) if len(at) > 1 else lambda lines: tuple([lines[one] for one in at])
 
-@lru_cache(maxsize=256)
-def _elements(plan: Plan, recompute: Recompute, weights: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-    """Return for each moment of the backward the elements of weight gradients made, of those being made, and of casts."""
-    numbers = dict(zip(_texts(plan).weights, weights, strict=True))
-    return tuple(
-        (_sum(numbers, one.gradients), _sum(numbers, one.current), _sum(numbers, one.casts))
-        for one in _backward(plan, recompute)
+    each = [[_sum(numbers, some) for some in map(attrgetter(name), moments)] for name in ("gradients", "current", "casts")]
+    return _Backward(
+        tuple([one.name for one in moments]),
+        tuple([pick(one.stores) for one in moments]),
+        tuple(map(tuple, each)),
+        tuple([one.place for one in moments]),
+        tuple([pick(one.before) for one in moments]) if any(one.before for one in moments) else (),
+        tuple([_sum(numbers, one.gradients) for one in plan.arrivals]),
+        tuple([pick((*beside, *one.stores)) for one in plan.arrivals]),
     )
 
 
-def _sum(numbers: Mapping[Size, int], sizes: Elements) -> int:
-    return sum(map(numbers.__getitem__, sizes))
+def _sum(numbers: Mapping[str, int], sizes: Elements) -> int:
+    """Return the sum of weights, whose ``numbers`` are by text: that of a size takes a call."""
+    return sum([numbers[one.text] for one in sizes])
 
 
-#: Makes a line of its fields in their order. Faster than keywords, for hundreds of lines.
+#: Each makes a tuple of its fields in their order. Faster than keywords, for hundreds of them.
 _line: Callable[[Iterable[object]], Line] = partial(tuple.__new__, Line)
+_point: Callable[[Iterable[object]], BackwardPoint] = partial(tuple.__new__, BackwardPoint)
+_arrival: Callable[[Iterable[object]], GradientArrivals] = partial(tuple.__new__, GradientArrivals)
 
 
 class Sizes:
     """A plan's tensors as lines and its weights as numbers, for one batch."""
 
-    def __init__(self, plan: Plan, values: Values) -> None:
-        """``values``: the value of every symbol."""
-        self.plan, texts = plan, _texts(plan)
+    def __init__(self, plan: Plan, values: Values, owner: str = "") -> None:
+        """``values``: the value of every symbol; ``owner``: the beginning of all reasons, if formulas have no symbols for it."""
+        self.plan, self.owner, texts = plan, owner, _texts(plan, owner)
         numbers = [size.value(values) for size in texts.sizes]
         self.element = values["e"]
         n_bytes = list(map(numbers.__getitem__, texts.size_of))
         self._n_bytes = dict(zip(texts.stores, n_bytes, strict=True))
-        self._lines = dict(zip(texts.stores, map(_line, zip(texts.kinds, n_bytes, *texts.words, strict=True)), strict=True))
+        self._every = list(map(_line, zip(texts.kinds, n_bytes, *texts.words, strict=True)))
+        self._lines = dict(zip(texts.stores, self._every, strict=True))
         own = values if not plan.split else {**values, **{name: share.value(values) for name, share in SHARES.items()}}
         self._weights = tuple([int(size.value(own)) for size in texts.weights])
-        self._elements = dict(zip(texts.weights, self._weights, strict=True))
+        self._elements = dict(zip([size.text for size in texts.weights], self._weights, strict=True))
 
     def lines(self, stores: Stores) -> tuple[Line, ...]:
         """Return tensors as lines."""
@@ -713,18 +739,14 @@ class Sizes:
 
     def points(self, recompute: Recompute) -> tuple[BackwardPoint, ...]:
         """Return the moments of the backward."""
-        moments, counts = _backward(self.plan, recompute), _elements(self.plan, recompute, self._weights)
-        return tuple([self._point(moment, *count) for moment, count in zip(moments, counts, strict=True)])
-
-    def _point(self, moment: Alive, made: int, making: int, copied: int) -> BackwardPoint:
-        lines, before = self.lines(moment.stores), self.lines(moment.before)
-        return BackwardPoint(moment.name, lines, made, making, copied, place=moment.place, before=before)
+        of, every = _backward(self.plan, recompute, self._weights), self._every
+        lines, before = [one(every) for one in of.lines], [one(every) for one in of.before] or repeat(())
+        return tuple(map(_point, zip(of.names, lines, *of.elements, repeat(()), of.places, before)))
 
     def handed(self, recompute: Recompute) -> tuple[GradientArrivals, ...]:
         """Return the arrivals of weight gradients, with the live tensors."""
-        return tuple(
-            [GradientArrivals(made, self.lines(stores)) for made, stores in _arrivals(self.plan, recompute, self._weights)]
-        )
+        of, every = _backward(self.plan, recompute, self._weights), self._every
+        return tuple(map(_arrival, zip(of.arrived, [one(every) for one in of.at_arrival], strict=True)))
 
 
 def pass_of(sizes: Sizes, *, autocast: bool, recompute: Recompute = "none") -> BlockPass:
@@ -767,7 +789,7 @@ def _top_of(plan: Plan, recompute: Recompute) -> Top:
     moments, kept, _ = plan.forwards[recompute]
     *earlier, end = moments
     last = tuple([store for store in end.stores if store not in kept])
-    wide = {store for store in _texts(plan).stores if store.tag.off_gpu is OffGpu.HALF}
+    wide = {store for store in _texts(plan, "").stores if store.tag.off_gpu is OffGpu.HALF}
     narrow = tuple([moment for moment in earlier if wide.isdisjoint(moment.stores)]) if wide else None
     return Top(last, (*last, *kept), tuple(earlier), narrow)
 
@@ -807,11 +829,11 @@ def top(
 
     highest = excess_of(top.earlier)
     plain = highest if top.narrow is None else excess_of(top.narrow)
-    excess = Line(Kind.TEMPORARY, plain, above, source=plan.source)
+    excess = Line(Kind.TEMPORARY, plain, f"{sizes.owner}{above}", source=plan.source)
     if top.narrow is None:
         return (*sizes.lines(top.last), excess)
     return (
         *sizes.lines(top.last),
         excess,
-        Line(Kind.TEMPORARY, highest - plain, CUDA_EXCESS, source=plan.source, tag=CUDA_ALONE),
+        Line(Kind.TEMPORARY, highest - plain, f"{sizes.owner}{CUDA_EXCESS}", source=plan.source, tag=CUDA_ALONE),
     )

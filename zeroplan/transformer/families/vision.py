@@ -138,7 +138,9 @@ def tower_pass(
         training = Training("adapted", True, compute.keeps_inputs, layers, dropout=adapter.dropout)
         x, tracked = x._replace(rank=adapter.rank), True
     plan = plan_of(_structure(vision, compute, x, training)._replace(gated=gated), run_again=recompute != "none")
-    made = pass_of(Sizes(plan, quantities(x, vision.intermediate_size)), autocast=x.autocast, recompute=recompute)
+    made = pass_of(
+        Sizes(plan, quantities(x, vision.intermediate_size), "vision tower: "), autocast=x.autocast, recompute=recompute
+    )
     if frozen and not tracked:
         return BlockPass((), (), (), made.forward, made.forward, (), 0)
     if vision.is_recomputed:

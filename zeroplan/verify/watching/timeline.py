@@ -1,6 +1,6 @@
 """Summarises a recording: the peak of every phase, the kinds alive at that moment, the bytes held between steps."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 from zeroplan.ledger import OF_A_STEP, Beside, Kind, Phase
@@ -55,6 +55,13 @@ class Timeline:
                 block, sign = event
                 found[self.kind(block)] += sign * block.n_bytes
         return found
+
+    def by_kind(self) -> dict[str, list[int]]:
+        """Return the bytes alive after every request and release, by kind; the notebooks draw them. [bytes]"""
+        blocks: defaultdict[str, list[Block]] = defaultdict(list)
+        for block in self.recording.blocks:
+            blocks[self.kind(block).value].append(block)
+        return {kind: live(of_its_kind, self.recording.now) for kind, of_its_kind in blocks.items()}
 
     def at(self, moment: int) -> Block | None:
         """The block requested at a moment; None at a release."""

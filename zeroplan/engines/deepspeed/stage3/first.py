@@ -130,9 +130,5 @@ class _Peak(NamedTuple):
 
 def _peak(moments: Sequence[Entry]) -> _Peak | None:
     """Return the peak of a single job's moments; None for columns."""
-    found = totals_of(moments, total_bytes, _beside_gathered)
-    return None if found is None else _Peak(*map(max, found))
-
-
-def _beside_gathered(lines: tuple[Line, ...]) -> Int:
-    return total_bytes(tuple([line for line in lines if line.kind is not Kind.GATHER]))
+    found, beside = totals_of(moments), totals_of(moments, Kind.GATHER)
+    return None if found is None or beside is None else _Peak(max(found), max(beside))

@@ -88,9 +88,14 @@ def _gathered_at(trace: Gathered, flush: Flush) -> int:
     return note.during - min(max(made - before, 0), note.during - note.handing)
 
 
-def is_all_reduced(options: DeepSpeedOptions, flush: Flush) -> bool:
-    """Whether the bucket itself is all-reduced. A gradient too large for it is always reduce-scattered."""
-    return not options.reduce_scatter and options.contiguous_gradients and not flush.alone
+def all_reduces_buckets(options: DeepSpeedOptions) -> bool:
+    """Whether buckets themselves are all-reduced."""
+    return not options.reduce_scatter and options.contiguous_gradients
+
+
+def is_all_reduced(flush: Flush, *, all_reduces: bool) -> bool:
+    """Whether a bucket is one of those. A gradient too large for it is always reduce-scattered."""
+    return all_reduces and not flush.alone
 
 
 def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
@@ -101,11 +106,11 @@ def reduce_lines(job: Job, flush: Flush) -> tuple[Line, ...]:
     copied = where(flush.fill % job.n_ranks == 0, 0, share * job.n_ranks) if len(flush.inside) == 1 else share * job.n_ranks
     copy_formula, cast_formula = _reduce_formulas(job.element, job.kept, flush.sizes)
     cast = job.kept * share if job.kept != job.element else 0
-    if is_all_reduced(options, flush):
+    if whole := is_all_reduced(flush, all_reduces=all_reduces_buckets(options)):
         copied, copy_formula = where(job.n_ranks > 1, flush.fill, 0), product(job.element, flush.fill)
         cast_formula = product(job.kept, flush.fill)
         cast = job.kept * flush.fill if job.kept != job.element else 0  # the whole bucket, of which a share is then kept
-    kind = Kind.REDUCE if is_all_reduced(options, flush) else Kind.TEMPORARY  # whole, it is reduced; else this rank's share
+    kind = Kind.REDUCE if whole else Kind.TEMPORARY  # whole, it is reduced; else this rank's share
     quantized = job.recipe.deepspeed.zero_quantized_gradients
     if quantized:
         copied, cast = (unless_quantized(job.recipe, job.n_ranks, n_bytes) for n_bytes in (copied, cast))

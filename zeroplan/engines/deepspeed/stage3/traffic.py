@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
 
-from zeroplan.engines.deepspeed.buckets import Flush
+from zeroplan.engines.deepspeed.buckets import Schedule
 from zeroplan.engines.deepspeed.numbers import numbers_sharded
 from zeroplan.engines.deepspeed.quantized_gradients import quantized_collectives
 from zeroplan.engines.deepspeed.secondary import within_group
 from zeroplan.engines.deepspeed.sources import STAGE3
 from zeroplan.engines.deepspeed.stage3.job import COORDINATOR, Job, trace_of_several
-from zeroplan.engines.deepspeed.stage3.reducing import is_all_reduced
+from zeroplan.engines.deepspeed.stage3.reducing import all_reduces_buckets, is_all_reduced
 from zeroplan.engines.deepspeed.stage3.step import group_count
 from zeroplan.engines.rows import Sizes, shares
 from zeroplan.ledger import Collective, Phase
@@ -35,33 +37,40 @@ def collectives(job: Job, batch: Batch) -> tuple[Collective, ...]:
 def _gradients(job: Job, micro: Int) -> Iterator[Collective]:
     """Yield the gradients' collectives, bucket by bucket: reduce-scattered, or all-reduced in the bucket."""
     n, element = job.n_ranks, job.element
-    whole, scattered = list[Flush](), list[Flush]()
-    for flush in job.buckets.flushes:
-        (whole if is_all_reduced(job.recipe.deepspeed, flush) else scattered).append(flush)
+    scattered, whole, elements = _flushed(job.buckets, all_reduces_buckets(job.recipe.deepspeed))
     name, when = "gradients, bucket by bucket", "in the backward of every micro-batch"
-    if scattered or not whole:
-        share = shares(_sizes_of(scattered), n)
-        calls, reduced = len(scattered), n * share
+    if scattered.calls or not whole:
+        share = shares(scattered.sizes, n)
+        calls, reduced = scattered.calls, n * share
         sent = Collective(
             "reduce_scatter", name, when, n, calls * micro, element * ceil_div(reduced, calls),
             (n - 1) * element * share * micro, reduced * micro, f"{STAGE3}, __avg_scatter_grads", element * reduced * micro,
         )  # fmt: skip
         yield from quantized_collectives(job.recipe, job.whole, sent, micro, element=element)
     if whole:
-        calls, elements = len(whole), sum(flush.fill for flush in whole)
         yield Collective(
-            "all_reduce", name, when, n, calls * micro, element * ceil_div(elements, calls),
+            "all_reduce", name, when, n, whole * micro, element * ceil_div(elements, whole),
             2 * (n - 1) * element * elements // n * micro, 2 * elements * micro, f"{STAGE3}, __avg_scatter_contiguous_grads",
             element * elements * micro,
         )  # fmt: skip
 
 
-def _sizes_of(flushes: list[Flush]) -> Sizes:
-    """Return the sizes of all gradients in some buckets."""
+class _Scattered(NamedTuple):
+    """Buckets that are reduce-scattered, and the sizes of all gradients in them."""
+
+    calls: int
+    sizes: Sizes
+
+
+@lru_cache(maxsize=256)
+def _flushed(buckets: Schedule, all_reduces: bool) -> tuple[_Scattered, int, int]:  # noqa: FBT001  part of a key
+    """Return the buckets that are reduce-scattered, and the number and the elements of those that are all-reduced."""
+    whole = [flush for flush in buckets.flushes if is_all_reduced(flush, all_reduces=all_reduces)]
+    scattered = [flush for flush in buckets.flushes if not is_all_reduced(flush, all_reduces=all_reduces)]
     counts = Counter[int]()
-    for flush in flushes:
+    for flush in scattered:
         counts.update(dict(flush.sizes))
-    return tuple(counts.items())
+    return _Scattered(len(scattered), tuple(counts.items())), len(whole), sum(flush.fill for flush in whole)
 
 
 def _padded(sizes: Sizes, n_ranks: Int) -> Int:

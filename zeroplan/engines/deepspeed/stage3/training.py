@@ -30,7 +30,8 @@ from zeroplan.engines.passes import (
 from zeroplan.engines.rows import blocks_with_frozen, embedding_elements, embedding_symbol, has_tied_head
 from zeroplan.engines.sources import INPUT_BUFFER
 from zeroplan.ledger import Phase
-from zeroplan.trace import Trace
+from zeroplan.memo import Computed
+from zeroplan.trace import Inside, Trace
 from zeroplan.transformer.blocks import At, BackwardPoint
 
 _GATHERING = -1
@@ -57,6 +58,10 @@ class Beside(NamedTuple):
     are_higher_in_forward: bool
     """Whether the early one has no more alive in any block's forward."""
 
+    def is_above(self, block: int, held: int, at: _Place) -> bool:
+        """Whether the early one, with ``held`` elements gathered, has no more alive at a point of a block's backward."""
+        return held <= _least_held(self.traces, block, at) + self.spare
+
 
 class Training:
     """Forward and backward, including the last bucket. ``trace`` already has the persistent lines.
@@ -68,7 +73,9 @@ class Training:
     def __init__(self, trace: Trace, job: Job, these: Passes, taken: Taken, *, later: Beside | None = None) -> None:
         self.taken, self.later = taken, later
         self.trace, self.job, self.these, self.gathered = trace, job, these, job.trace
-        self.tied, self._kept = tied_head_lines(job), dict[int, Lines]()
+        self.tied, self._kept = tied_head_lines(job), Computed[int, Lines](lambda block: kept_before(these, block))
+        self._gathered = Computed[int, Lines](lambda elements: (gathered_line(job, elements),))
+        self._swaps = swaps_optimizer(job.recipe)
 
     def run(self) -> None:
         """Run forward, loss and head backward, the blocks with their buckets, and the end."""
@@ -86,16 +93,18 @@ class Training:
 
     def _at(self, name: str, phase: Phase, gathered: int, lines: Lines, beside: Lines = ()) -> None:
         """Write a moment with these lines, this many gathered elements, and the gradients beside them."""
-        if self.later is not None:
-            self.trace.at(f"{self.later.early}: {name}", Phase.FIRST, of_forward=phase is not Phase.BACKWARD)
-        else:
-            self.trace.at(name, phase, of_forward=phase is Phase.LOSS)
-        self.trace.pass_by(*lines, gathered_line(self.job, gathered), *beside)
+        self.trace.at(*self._named(name, phase), of_forward=phase is Phase.LOSS or self._is_early_forward(phase))
+        self.trace.pass_by(*lines, *self._gathered[gathered], *beside)
+
+    def _named(self, name: str, phase: Phase) -> tuple[str, Phase]:
+        """Return the name and the phase of moments; those of an early micro-batch are of their own phase."""
+        return (name, phase) if self.later is None else (f"{self.later.early}: {name}", Phase.FIRST)
+
+    def _is_early_forward(self, phase: Phase) -> bool:
+        return self.later is not None and phase is not Phase.BACKWARD
 
     def _enter(self, block: int) -> None:
         """Hold the activations that the blocks before this one keep."""
-        if block not in self._kept:
-            self._kept[block] = kept_before(self.these, block)
         self.trace.hold("kept", *self._kept[block])
 
     # --- forward ------------------------------------------------------------------------------------------------------------
@@ -208,18 +217,28 @@ class Training:
         """Write each point, and the gather of the experts before their first point."""
         experts = next((point.gradients for point in one.block.points if point.place.at is At.WEIGHTING), None)
         self._gather_again(one)
+        inside, checkpoint = list[tuple[str, tuple[Lines, ...]]](), checkpoint_beside(one)
         for point in one.block.points:
             before = point.gradients - point.current_gradient
             weighting = point.place.at is At.WEIGHTING
             place = point.gradients, point.current_gradient, weighting, before == experts
             for block, held in self._highest(one, place, point):
-                if self._is_lower(block, held, place):
+                if self.later is not None and self.later.is_above(block, held, place):
                     continue
-                self._enter(block)
-                beside = (*self._waiting(block, point), *self.tied, *staying_lines(self.job, block, before))
-                self._at(f"backward of a block: {point.name}", Phase.BACKWARD, held, point.lines, beside)
+                stays = staying_lines(self.job, block, before) if self._swaps else ()
+                beside = (*self._waiting(block, point), *self.tied, *stays)
+                inside += ((point.name, (self._kept[block], checkpoint, point.lines, self._gathered[held], beside)),)
             if weighting:
+                self._pass_through(inside, checkpoint)
                 self._gather_experts(one, point)
+                inside = []
+        self._pass_through(inside, checkpoint)
+
+    def _pass_through(self, points: list[tuple[str, tuple[Lines, ...]]], checkpoint: Lines) -> None:
+        """Write points of blocks' backward, each with its block's checkpoint and what the blocks before it keep."""
+        self.trace.drop("kept", "checkpoint")
+        self.trace.pass_through(Inside(points), *self._named("backward of a block", Phase.BACKWARD))
+        self.trace.hold("checkpoint", *checkpoint)
 
     def _gather_again(self, one: KindPass) -> None:
         """Write the gathers of a recomputation, with what it has saved until then."""
@@ -234,15 +253,12 @@ class Training:
             lines = (incoming, *one.block.saved[:made])
             self._at("gathered for a block's recomputation", Phase.BACKWARD, held, lines, beside)
 
-    def _is_lower(self, block: int, held: int, at: _Place) -> bool:
-        """Whether an early micro-batch has no more alive at a point than a later one."""
-        return self.later is not None and held <= _least_held(self.later.traces, block, at) + self.later.spare
-
     def _highest(self, one: KindPass, at: _Place, point: BackwardPoint) -> _Highest:
         """Return the blocks of a kind with most gathered, including gradients that wait outside a bucket."""
         blocks, backward = one.blocks, self.gathered.backward
         if self.job.recipe.deepspeed.contiguous_gradients:
-            return self._with_ends(one, _highest_blocks(self.gathered, blocks, at), at)
+            found = _highest_blocks(self.gathered, blocks, at)
+            return self._with_ends(one, found, at) if self._swaps else found
         most = rising(blocks, lambda block: _held(backward[block], *at) + self._unreduced(block, point))
         return self._with_ends(one, tuple((block, _held(backward[block], *at)) for block, _ in most), at)
 
@@ -251,7 +267,7 @@ class Training:
 
         Along a stretch they grow evenly towards the first block, as activations shrink.
         """
-        if not swaps_optimizer(self.job.recipe):
+        if not self._swaps:
             return found
         ends = self.these.order.ends[self.these.order.of_block[one.last]]
         every = {block: _held(self.gathered.backward[block], *at) for block in ends} | dict(found)

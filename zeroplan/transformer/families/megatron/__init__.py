@@ -6,17 +6,17 @@ Sequence parallelism splits the tokens between matrices over the ranks, and each
 modules and Transformer Engine save the same tensors unless a function differs. Experts assume even routing.
 """
 
-from zeroplan.expr import NOTHING, Size
+from zeroplan.expr import Size
 from zeroplan.ledger import Role, Tag
 from zeroplan.transformer.families import operators as op
-from zeroplan.transformer.families.megatron.attention import ENCODED, attention, crossed
+from zeroplan.transformer.families.megatron.attention import attention, crossed
 from zeroplan.transformer.families.megatron.experts import experts, mlp
 from zeroplan.transformer.families.megatron.mamba import mixed
 from zeroplan.transformer.families.megatron.matrices import added, column, norm
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Layer
 from zeroplan.transformer.families.megatron.symbols import P_e, S_e, T_e, T_n, T_w, f_r, h_r
-from zeroplan.transformer.families.tape import Mode, Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Mode, Part, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import e, h
 
 LAYER = f"{CORE}/transformer/transformer_layer.py, TransformerLayer.forward"
@@ -58,8 +58,6 @@ def _predicted(tape: Tape, hidden: Value) -> Value:
 
 def own_size(store: Store, structure: Layer) -> Size:
     """Return the size of a tensor within its layer. Encoder layers have their own numbers of tokens and scores. [bytes]"""
-    if store.reason == ENCODED:
-        return NOTHING
     return store.size.replacing(_IN_ENCODER) if structure.of_t5 == "encoder" else store.size
 
 
@@ -71,18 +69,44 @@ def layer(tape: Tape, given: Value, structure: Layer) -> Value:
     if structure.part == "mlp":
         middle = Value(tape.hold(given.store), given.dtype, given.shape)
     else:
-        normal = norm(tape, given, "attention's norm")
-        attended = (mixed if structure.part == "mamba" else attention)(tape, normal, structure)
-        tape.release(normal)
-        middle = added(tape, attended, given, "input of the MLP's norm", structure)
-        tape.release(attended)
+        middle = _attended(tape, given, structure)
     if structure.part in ("attention", "mamba"):
         return middle
     if structure.of_t5 == "decoder":
         middle = crossed(tape, middle, structure)
-    normal = norm(tape, middle, "the MLP's norm")
-    branch = mlp(tape, normal, f_r, "MLP") if structure.routing is None else experts(tape, normal, structure.routing)
-    tape.release(normal)
+    branch = _branch(tape, middle, structure)
     made = added(tape, branch, middle, "output of the layer", structure)
     tape.release(branch, middle)
+    return made
+
+
+def _attended(tape: Tape, given: Value, structure: Layer) -> Value:
+    """Attention or Mamba-2, added to the residual stream. Norms that Transformer Engine's matrices contain have no checkpoint."""
+    mamba, normed = structure.part == "mamba", Part("layernorm")
+    with tape.within(normed):
+        normal = norm(tape, given, "attention's norm")
+    attended = (mixed if mamba else attention)(tape, normal, structure)
+    tape.release(normal)
+    if not mamba and (structure.local or structure.latent != "no"):
+        tape.end(normed)
+    middle = added(tape, attended, given, "input of the MLP's norm", structure)
+    tape.release(attended)
+    return middle
+
+
+def _branch(tape: Tape, middle: Value, structure: Layer) -> Value:
+    """The MLP or the experts, and the norm before. Transformer Engine's MLP contains the norm, so that one checkpoint has both."""
+    normed, again = Part("layernorm"), Part("mlp")
+    with tape.within(normed):
+        normal = norm(tape, middle, "the MLP's norm")
+    if structure.routing is not None:
+        made = experts(tape, normal, structure.routing)
+    else:
+        with tape.within(again):
+            made = mlp(tape, normal, f_r, "MLP")
+        again.stores.update(() if structure.local else normed.stores)
+        tape.end(again, made)
+    tape.release(normal)
+    if structure.local or structure.routing is not None:
+        tape.end(normed)
     return made

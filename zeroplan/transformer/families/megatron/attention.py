@@ -1,6 +1,6 @@
 """Attention of a Megatron-Core layer: queries, keys and values, their norms and positions; T5's cross attention."""
 
-from zeroplan.expr import Size
+from zeroplan.expr import NOTHING, Size
 from zeroplan.transformer.families import operators as op
 from zeroplan.transformer.families.megatron.core_attention import core, run_again, runs_core_again, scored
 from zeroplan.transformer.families.megatron.matrices import added, column, duplicated, norm, row
@@ -24,7 +24,7 @@ from zeroplan.transformer.families.megatron.symbols import (
     w_n,
 )
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Site, Store, Tape, Value
+from zeroplan.transformer.families.tape import Part, Site, Store, Tape, Value
 from zeroplan.transformer.symbols import e, h, o, u, w
 
 CROSS = f"{CORE}/transformer/attention.py, CrossAttention.get_query_key_value_tensors"
@@ -38,11 +38,14 @@ ENCODED = "output of the encoder"
 
 def attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     """``SelfAttention.forward``: queries, keys and values, core attention, and the output projection."""
-    joint = _joint(tape, normal, structure)
+    latent = Part("mla_up_proj")
+    joint = _joint(tape, normal, structure, latent)
     if structure.local and structure.latent == "no" and (structure.rotary or structure.head_norms or structure.grouped):
         context = _attended_locally(tape, joint, structure)
     else:
         context = run_again(tape, joint, structure) if structure.again else core(tape, joint, structure)
+    if structure.latent != "no":
+        tape.end(latent)
     tape.release(joint)
     made = row(tape, context, c_r, "the output projection", shared=True, layer="linear_proj")
     context.store.reason = "attention output, input of the output projection"
@@ -50,16 +53,16 @@ def attention(tape: Tape, normal: Value, structure: Layer) -> Value:
     return made
 
 
-def _joint(tape: Tape, normal: Value, structure: Layer) -> Value:
+def _joint(tape: Tape, normal: Value, structure: Layer, latent: Part) -> Value:
     """Queries, keys and values as core attention reads them."""
     if structure.latent != "no":
-        return _latent(tape, normal, structure)
+        return _latent(tape, normal, structure, latent)
     joint = column(tape, normal, q_r + k_r + v_r, "the matrix of queries, keys and values", layer="linear_qkv")
     joint.store.reason = "queries, keys and values"
     return joint if structure.local else _heads(tape, joint, structure)
 
 
-def _latent(tape: Tape, normal: Value, structure: Layer) -> Value:
+def _latent(tape: Tape, normal: Value, structure: Layer, again: Part) -> Value:
     """Latent attention's queries, keys and values.
 
     Keys and values come from one latent, compressed queries from another. Each latent has a norm and a matrix; then the rotary
@@ -74,10 +77,11 @@ def _latent(tape: Tape, normal: Value, structure: Layer) -> Value:
     wide = column(tape, ready, n_r, "the matrix of keys and values", reads=w)
     tape.release(ready)
     tables, beside = _by_torch(tape, structure)
-    made = op.run(
-        tape, (query, wide), "queries, keys and values", Site("queries, keys and values, joined", LATENT),
-        shape=T_m * (q_r + k_r + v_r), saved=tables, gradient="gradient of queries, or of keys and values", beside=beside,
-    )  # fmt: skip
+    with tape.within(again):
+        made = op.run(
+            tape, (query, wide), "queries, keys and values", Site("queries, keys and values, joined", LATENT),
+            shape=T_m * (q_r + k_r + v_r), saved=tables, gradient="gradient of queries, or of keys and values", beside=beside,
+        )  # fmt: skip
     tape.drop(*tables)
     tape.release(query, wide)
     return made
@@ -141,13 +145,17 @@ def _attended_locally(tape: Tape, joint: Value, structure: Layer) -> Value:
         keys = _norm_of_heads(tape, keys, "the keys' norm", T_m * a_k)
     if structure.rotary:
         query, keys = (_with_positions(tape, one, what) for one, what in ((query, "queries"), (keys, "keys")))
+    again = Part("core_attn")
     if structure.grouped:
         saved = (keys.store, values.store) if runs_core_again(structure) else ()
-        keys, values = (
-            _copied(tape, one, f"{what}, one for each query head", REPEATED, f"gradient of {what}", saved=kept)
-            for one, what, kept in ((keys, "keys", saved), (values, "values", ()))
-        )
-    return scored(tape, (query, keys), values, S_r, structure, masked=None)
+        with tape.within(again):
+            keys, values = (
+                _copied(tape, one, f"{what}, one for each query head", REPEATED, f"gradient of {what}", saved=kept)
+                for one, what, kept in ((keys, "keys", saved), (values, "values", ()))
+            )
+    made = scored(tape, (query, keys), values, S_r, structure, masked=None)
+    tape.end(again)
+    return made
 
 
 def _copied(
@@ -175,7 +183,7 @@ def _with_positions(tape: Tape, value: Value, what: str) -> Value:
 
 def crossed(tape: Tape, given: Value, structure: Layer) -> Value:
     """A decoder layer's attention to the encoder's output, after its own norm."""
-    encoded = Value(tape.make(op.TENSOR, ENCODED, e * T_e * h, CROSS), e, T_e * h)
+    encoded = Value(tape.make(op.TENSOR, ENCODED, NOTHING, CROSS), e, T_e * h)
     normal = norm(tape, given, "the cross attention's norm")
     query = column(tape, normal, q_r, "the matrix of cross queries")
     tape.release(normal)

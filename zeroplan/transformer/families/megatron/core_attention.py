@@ -6,7 +6,7 @@ from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Layer
 from zeroplan.transformer.families.megatron.symbols import P_m, P_s, S_r, T_c, T_m, a_r, c_r, k_r, q_r, v_r
 from zeroplan.transformer.families.tags import STATISTICS
-from zeroplan.transformer.families.tape import Arriving, Backward, Site, Store, Tape, Value, Width
+from zeroplan.transformer.families.tape import Arriving, Backward, Part, Site, Store, Tape, Value, Width
 from zeroplan.transformer.symbols import e
 
 CAUSAL = f"{CORE}/transformer/utils.py, get_default_causal_mask"
@@ -62,17 +62,20 @@ def scored(
 ) -> Value:  # fmt: skip
     """Attention over queries and keys with ``numbers`` scores. Releases its inputs."""
     again: list[Store] = []
-    soft, scores = _softmax(tape, pairs, numbers, structure, again)
-    soft = soft if masked is None else _without_padding(tape, soft, masked)
-    dropped = _dropped(tape, soft) if structure.attention_dropout else soft
-    raw = op.run(
-        tape, (values, dropped), "attention output, heads first", Site("context", UNFUSED), shape=T_m * c_r,
-        saved=(dropped.store, values.store), gradient="gradient of a factor of the context",
-    )  # fmt: skip
+    part = Part("core_attn")
+    with tape.within(part):
+        soft, scores = _softmax(tape, pairs, numbers, structure, again)
+        soft = soft if masked is None else _without_padding(tape, soft, masked)
+        dropped = _dropped(tape, soft) if structure.attention_dropout else soft
+        raw = op.run(
+            tape, (values, dropped), "attention output, heads first", Site("context", UNFUSED), shape=T_m * c_r,
+            saved=(dropped.store, values.store), gradient="gradient of a factor of the context",
+        )  # fmt: skip
     tape.release(*pairs, values, dropped)
     made = op.run(
         tape, raw, "attention output", Site("order of the context", UNFUSED), backward=_made_again(raw, again, structure)
     )
+    tape.end(part)
     tape.release(raw, scores)
     return made
 

@@ -7,7 +7,7 @@ from zeroplan.transformer.families.megatron.matrices import Around, column, matr
 from zeroplan.transformer.families.megatron.sources import CORE
 from zeroplan.transformer.families.megatron.structure import Routing
 from zeroplan.transformer.families.megatron.symbols import E_g, T_m, T_n, X_f, X_g, X_i, X_l, X_r, f_s, g_m, m_r, w_p
-from zeroplan.transformer.families.tape import Site, Tape, Value
+from zeroplan.transformer.families.tape import Part, Site, Tape, Value
 from zeroplan.transformer.symbols import E, e, h, t, z
 
 MLP = f"{CORE}/transformer/mlp.py, MLP.forward"
@@ -17,6 +17,8 @@ EXPERTS = f"{CORE}/transformer/moe/experts.py, TEGroupedMLP.forward"
 SEQUENTIAL = f"{CORE}/transformer/moe/experts.py, SequentialMLP.forward"
 SHARED = f"{CORE}/transformer/moe/shared_experts.py, SharedExpertMLP"
 _SHARED = "shared expert"
+#: The part that ends where the experts' backward is done.
+ROUTING = "router"
 
 
 def mlp(tape: Tape, normal: Value, width: Size, name: str) -> Value:
@@ -48,8 +50,23 @@ def experts(tape: Tape, normal: Value, routing: Routing) -> Value:
 
     An overlapped shared expert runs its first matrix beside the dispatch, and its second beside the combination.
     """
-    apart = routing.shared and not routing.overlapped
-    shared = _gated(tape, normal, mlp(tape, normal, f_s, _SHARED), routing) if apart else None
+    again = Part("moe")
+    with tape.within(again):
+        made = _experts(tape, normal, routing)
+    tape.end(again, made)
+    return made
+
+
+def _shared_expert(tape: Tape, normal: Value, routing: Routing) -> Value:
+    again = Part("shared_experts")
+    with tape.within(again):
+        made = _gated(tape, normal, mlp(tape, normal, f_s, _SHARED), routing)
+    tape.end(again, made)
+    return made
+
+
+def _experts(tape: Tape, normal: Value, routing: Routing) -> Value:
+    shared = _shared_expert(tape, normal, routing) if routing.shared and not routing.overlapped else None
     weights = _routed(tape, normal, routing)
     there, back = WAYS[routing.dispatcher]
     begun = _opened(tape, normal, f_s, _SHARED, keeps_gathered=True) if routing.overlapped else None
@@ -104,6 +121,7 @@ def _routed(tape: Tape, normal: Value, routing: Routing) -> Value:
     backward = op.makes("gradient through the router", GATING, normal, beside=beside)
     named = (made.store, chart) if routing.dispatcher == "alltoall" else ()
     tape.add("router", (made,), (normal.store, balance, chosen, sigmoids, *named), backward, of=None)
+    tape.end(Part(ROUTING))
     tape.drop(balance, chosen, sigmoids, chart)
     return made
 
@@ -148,10 +166,13 @@ def _visited(tape: Tape, tokens: Value, chosen: Value, pairs: Size, routing: Rou
     wide = _matrix(tape, tokens, ("experts: the first matrix", "linear_fc1"), source, pairs, (h, g_m * m_r))
     wide.store.reason = "experts: output of the first matrix"
     make = _active if routing.late else _weighted_at_once if routing.fused else _weighted
-    active = make(tape, wide, chosen, pairs * m_r, routing, source)
+    again = Part("moe_act")
+    with tape.within(again):
+        active = make(tape, wide, chosen, pairs * m_r, routing, source)
     active.store.reason = "experts: input of the second matrix"
     tape.release(wide)
     made = _matrix(tape, active, ("experts: the second matrix", "linear_fc2"), source, pairs, (m_r, h))
+    tape.end(again)
     tape.release(active)
     return made
 
