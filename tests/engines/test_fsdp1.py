@@ -88,6 +88,8 @@ CASES |= {
     "offloaded, replicas, bf16": job(options=AWAY, mesh={"dp_shard": 64, "dp_replicate": 2}, precision="bf16", optimizer="sgd"),
     "offloaded, fp32": job(options=AWAY, precision="fp32", zero_stage=2, batch=MANY),
     "offloaded, fp32, views": job(options=AWAY | VIEWS, precision="fp32", zero_stage=2, batch=MANY),
+    "offloaded, views": job(options=AWAY | VIEWS, optimizer="sgd"),
+    "offloaded, views, prefetched after": job(options=AWAY | VIEWS | {"backward_prefetch": "backward_post"}, optimizer="sgd"),
     "offloaded, bf16, views": job(options=AWAY | VIEWS, precision="bf16", batch=MANY, recompute="full"),
 }
 TIED = job(tied=True, batch=accumulated(FEW, 2), sync_every_micro_batch=False)

@@ -39,6 +39,7 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
     temporaries = step_temporary_lines(recipe.optimizer, plan.impl, plan.local_tensors, plan.width.stored, symbol=updated)
     here, there = ((), temporaries) if plan.offloaded else (temporaries, ())
     activations = activations_on_host(plan)
+    written_back, written_symbols = plan.written_back(there)
     frozen = (
         Symbol(f"P_{group.symbol}", group.padded, f"padded parameters of the frozen unit, {group.symbol}")
         for group in (frozen_units(plan) if plan.is_partly_frozen else ())
@@ -47,8 +48,8 @@ def account(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) -> A
         states=states,
         moments=step.moments(plan, (*states, *here)),
         collectives=collectives(plan, mesh, batch),
-        host=(*in_host_memory(plan, activations), *there),
-        symbols=(*symbols_of(plan, model, activations), *frozen, *counted(*plan.persistent, *temporaries)),
+        host=(*in_host_memory(plan, activations), *there, *written_back),
+        symbols=(*symbols_of(plan, model, activations), *frozen, *written_symbols, *counted(*plan.persistent, *temporaries)),
         notes=tuple(_notes(plan, model)),
         kept=plan.kept_in_a_block,
     )

@@ -5,10 +5,12 @@ A unit's parameters are consecutive in one flat parameter (torch 2.13, torch/dis
 shard's padding. Otherwise the reduction adds that padding.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import combinations, pairwise
 
+from zeroplan.engines.account import Symbol
 from zeroplan.engines.formulas import blocks_sum, sized
 from zeroplan.engines.fsdp2.groups import Cut, Group, cut_of
 from zeroplan.engines.fsdp2.plan import Plan, plan_of, sum_of
@@ -16,7 +18,7 @@ from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.pinned import rounding
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.sources import ACCUMULATE
-from zeroplan.ledger import Kind, Line
+from zeroplan.ledger import Kind, Line, total_bytes
 from zeroplan.numeric import Int, added_up, ceil_div, maximum, minimum, weighted
 from zeroplan.spec.batch import Batch
 from zeroplan.spec.mesh import Mesh
@@ -27,6 +29,7 @@ from zeroplan.transformer.recomputed import first_recomputed
 from zeroplan.transformer.vision import pixels
 
 _CPU_GRAD = "torch 2.13, torch/distributed/fsdp/_flat_param.py, FlatParamHandle.init_flat_param_attributes"
+_WRITTEN_BACK = "torch 2.13, torch/distributed/fsdp/_flat_param.py, FlatParamHandle._writeback_orig_params"
 _VIEWED = "torch 2.13, torch/distributed/fsdp/_flat_param.py, FlatParamHandle.flat_param_to"
 _ALIGNED_BYTES = 16  # torch 2.13, _flat_param.py, _get_aligned_numel
 
@@ -105,6 +108,38 @@ class FlatPlan(Plan):
         n_bytes = self.frozen_width * added_up(layers * group.shard for group, layers in self._whole_units)
         return sized(Kind.GRADIENTS, 1, n_bytes, reason, _CPU_GRAD)
 
+    def written_back(self, temporaries: tuple[Line, ...]) -> tuple[tuple[Line, ...], tuple[Symbol, ...]]:
+        """Return the host memory that writing gradients back needs beyond the optimizer's temporaries, and its symbol. [bytes]
+
+        At stage 3 the original parameters' gradients view the shard in host memory after the forward, while the flat parameter
+        has none. The backward's gather therefore makes it a new one, and frees it when the unit's backward begins.
+        """
+        if not (self.offloaded and self.options.use_orig_params) or self.reshard is False:
+            return (), ()
+        more = maximum(self.width.stored * self._shards_written_at_once - total_bytes(temporaries), 0)
+        reason = "gradients that a gather in the backward writes back, beyond the optimizer's temporaries"
+        line = Line(Kind.TEMPORARY, more, reason, "1·H_w", _WRITTEN_BACK)
+        return (line,), (Symbol("H_w", more, "bytes of gradients written back, beyond the optimizer's temporaries"),)
+
+    @property
+    def _shards_written_at_once(self) -> Int:
+        """Return the most elements of shards that are written back together: of one unit and of the prefetched one. [elements]
+
+        A recomputation gathers all adapters of its block before the backward of the first.
+        """
+        prefetches = self.backward_prefetch == "backward_pre"
+        if self.is_partly_frozen:
+            units = [[unit.shard for unit in adapter_units(self, run)] for run in range(len(self.runs))]
+            if self.recomputed:
+                return _largest([added_up(block) for block in units])
+            return _largest([one + after * prefetches for block in units for one, after in pairwise((*block, *block[:1]))])
+        blocks = [(group.shard, layers) for group, layers in zip(self.blocks, self.every_layer, strict=True)]
+        alone = [self.root.shard, *(shard for shard, _ in blocks)]
+        if not prefetches:
+            return _largest(alone)
+        twice = [2 * shard for shard, layers in blocks if layers > 1]
+        return _largest([*twice, *(one + other for one, other in combinations(alone, 2))])
+
     @property
     def views_shards(self) -> bool:
         """Whether a shard from host memory stays on the GPU while its unit is unsharded: uncast, the original parameters view it.
@@ -170,6 +205,10 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     # The vision tower casts pixels to the dtype of its parameters (fp32 in a flat one) and back, so there are two copies.
     twice = pixels(model, batch, width.compute, "pixels in the compute dtype, as the model's forward got them")
     return plan._replace(head=plan.head._replace(loss_forward=(*plan.head.loss_forward, *twice)))
+
+
+def _largest(numbers: Sequence[Int]) -> Int:
+    return maximum(0, *numbers)
 
 
 def _flattened(cut: Cut, n: Int, aligned: int, *, whole: bool) -> Cut:
