@@ -104,7 +104,15 @@ _OF_PRIME_RL: dict[str, Any] = {
             {"lora_rank": 8, "lora_compute": "fp32"},
             "LoRA with adapters that compute in fp32, and engine 'fsdp2' is not modelled",
         ),
-        ({"lora_rank": 8, "lora_base": "fp32", "engine": "ddp", "stage": 0}, "frozen weights in fp32, and engine 'ddp' is not"),
+        ({"lora_rank": 8, "lora_base": "fp32", "engine": "fsdp1"}, "frozen weights in fp32, and engine 'fsdp1' is not"),
+        (
+            {"lora_rank": 8, "lora_base": "fp32", "engine": "ddp", "stage": 0, "dora": "peft"},
+            "frozen weights in fp32 with engine 'ddp', and DoRA",
+        ),
+        (
+            {"lora_rank": 8, "lora_base": "fp32", "engine": "ddp", "stage": 0, "model": "qwen3-30b-a3b"},
+            "frozen weights in fp32 of a qwen3_moe model under autocast",
+        ),
         ({"lora_rank": 8, "lora_base": "fp32", "precision": "bf16"}, "frozen weights in fp32, and precision 'bf16' is not"),
         ({"lora_rank": 8, "lora_base": "fp32", "quantize": "nf4"}, "frozen weights in fp32, and quantised weights is not"),
         ({"lora_rank": 8, "lora_runs": 4}, "and frozen weights in 16 bits beside fp32 is not modelled yet; use base 'fp32'"),

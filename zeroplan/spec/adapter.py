@@ -145,8 +145,8 @@ class AdapterSpec(Spec):
     """How adapters compute under mixed precision: under autocast, or in fp32 between peft's casts while the layers run in 16 bits
     (a Trainer without ``bf16`` whose model was loaded in 16 bits)."""
     base: Base = "compute"
-    """The dtype in which FSDP2 stores frozen weights under mixed precision: the compute dtype, or fp32 (a model loaded in fp32),
-    which it casts for every all-gather, as it does trained weights."""
+    """The dtype of frozen weights under mixed precision: the compute dtype, or fp32 (a model loaded in fp32). FSDP2 casts them for
+    every all-gather, as it does trained weights; under DDP autocast copies them for every product."""
     upcast: Upcast = "all"
     """Which unquantised weights are fp32 under autocast: embedding, norms and head (``all``: peft's
     ``prepare_model_for_kbit_training``); only norms (``norms``: TRL's ``peft_module_casting_to_bf16``); or none."""

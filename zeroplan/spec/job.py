@@ -85,7 +85,17 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         yield adapter.quantize != "none" and f"{what}, beside quantised weights", "compute 'autocast'"
     if adapter.base == "fp32":
         what = "frozen weights in fp32"
-        yield recipe.engine != "fsdp2" and f"{what}, and engine {recipe.engine!r}", "engine 'fsdp2', or base 'compute'"
+        engines = ("fsdp2", "ddp")
+        yield (
+            recipe.engine not in engines and f"{what}, and engine {recipe.engine!r}",
+            "engine 'fsdp2' or 'ddp', or base 'compute'",
+        )
+        joined = bool({"lora", "axolotl-lora"}.intersection(recipe.fused_parts))
+        alone = recipe.engine == "fsdp2" or (adapter.compute == "autocast" and adapter.dora == "none" and not joined)
+        yield (
+            not alone and f"{what} with engine 'ddp', and DoRA, adapters that compute in fp32 or in fused kernels",
+            "engine 'fsdp2'",
+        )
         yield recipe.precision == "bf16" and f"{what}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
         yield adapter.quantize != "none" and f"{what}, and quantised weights", "quantize 'none', or base 'compute'"
     yield from _of_weights(adapter, recipe)
@@ -266,7 +276,9 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     yield in_experts and f"experts of {this} under autocast", "targets 'attention', or precision 'bf16'"
     few_bits = f"quantised weights of {this} under autocast"
     beside = model.linear is not None or model.has_experts or "C" in model.letters
-    yield model.upcasts_norms and beside and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
+    wide = model.upcasts_norms and beside
+    yield wide and model.is_quantised and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
+    yield wide and not model.is_quantised and f"frozen weights in fp32 of {this} under autocast", "base 'compute'"
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:

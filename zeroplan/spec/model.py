@@ -363,17 +363,18 @@ class ModelSpec(Spec):
 
     @property
     def upcasts_norms(self) -> bool:
-        """Whether norms are fp32 under autocast with bitsandbytes' weights, and with them the residual stream."""
+        """Whether norms are fp32 under autocast beside adapters, and with them the residual stream.
+
+        They are with bitsandbytes' weights, and in a model that was loaded in fp32.
+        """
         adapter = self.adapter
-        return (
-            adapter is not None
-            and adapter.quantize in ("nf4", "nf4-double", "nf4-torchao", "int8")
-            and adapter.upcast != "none"
-        )
+        if adapter is None or adapter.base == "fp32":
+            return adapter is not None
+        return adapter.quantize in ("nf4", "nf4-double", "nf4-torchao", "int8") and adapter.upcast != "none"
 
     @property
     def upcasts_ends(self) -> bool:
-        """Whether QLoRA's embedding and head are fp32 as well."""
+        """Whether embedding and head are fp32 as well."""
         return self.adapter is not None and self.upcasts_norms and self.adapter.upcast == "all"
 
     def check_rules(self) -> None:

@@ -113,7 +113,7 @@ FSDP2 = {
     ),
     "states in host memory": job(replace(TWO, quantize="nf4"), "fsdp2", 3, precision="bf16", fsdp2=OFFLOADED),
 }
-#: Frozen weights in fp32, which FSDP2 casts for every gather.
+#: Frozen weights in fp32: FSDP2 casts them for every gather, and under DDP autocast copies them for every product.
 STORED_IN_FP32 = replace(ALL, base="fp32")
 WIDE_BASE = {
     "whole units, no recomputation": job(STORED_IN_FP32, "fsdp2", 3),
@@ -130,6 +130,15 @@ WIDE_BASE = {
     ),
     "smaller shards": job(STORED_IN_FP32, "fsdp2", 3, recompute="full", fsdp2=Fsdp2Options(reshard_after_forward=2)),
     "experts": of_experts("qwen3_moe", job(STORED_IN_FP32, "fsdp2", 3, recompute="full")),
+    "copies": job(STORED_IN_FP32, "ddp", 0),
+    "copies, recomputed, accumulation, ZeRO-1": job(replace(TWO, base="fp32"), "ddp", 1, recompute="full", accum=2),
+    "copies, some recomputed, accumulation without reduction": job(
+        STORED_IN_FP32, "ddp", 0, recompute="selective", accum=3, sync_every_micro_batch=False
+    ),
+    "copies, activations in host memory": job(STORED_IN_FP32, "ddp", 0, offload_activations=True),
+    "copies, eager attention, kept logits": job(STORED_IN_FP32, "ddp", 0, attention="eager", keep_logits="fp32"),
+    "copies, dropout, fp16": job(replace(STORED_IN_FP32, dropout=True), "ddp", 0, precision="fp16-mixed"),
+    "copies, embedding and head trained whole": with_words(job(replace(WHOLE, base="fp32"), "ddp", 0, recompute="full")),
     "an adapter of the head": with_words(job(replace(HEAD, base="fp32"), "fsdp2", 3, recompute="full")),
     "embedding and head trained whole": with_words(job(replace(WHOLE, base="fp32"), "fsdp2", 3)),
 }

@@ -118,7 +118,7 @@ def _step(recipe: RecipeSpec, whole: Row, states: Lines, temporary: Lines) -> It
 
 def _width_of_frozen(model: ModelSpec, recipe: RecipeSpec) -> int:
     """Return the size of an element of a frozen weight; without adapters frozen weights stay uncast. [bytes]"""
-    return widths(recipe.precision).stored if model.adapter is None else compute_of(recipe).element_bytes
+    return widths(recipe.precision).stored if model.frozen_as_trained else compute_of(recipe).element_bytes
 
 
 def _weights(model: ModelSpec, recipe: RecipeSpec, whole: Row) -> Lines:

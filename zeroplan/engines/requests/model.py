@@ -46,7 +46,8 @@ class ModelPass:
         """
         self.log, self.recipe, self.per_step = log, recipe, batch.grad_accum_steps
         self.blocks: tuple[Sized, ...] = ()
-        self.is_adapted, self.quantize = model.adapter is not None, "none" if model.adapter is None else model.adapter.quantize
+        self.narrows_frozen = not model.frozen_as_trained
+        self.quantize = "none" if model.adapter is None else model.adapter.quantize
         self.upcasts_norms, self.upcasts_ends = model.upcasts_norms, model.upcasts_ends
         first = first_recomputed(model, recipe)
         self.compute = compute = compute or compute_of(recipe)
@@ -100,7 +101,7 @@ class ModelPass:
 
     def _bytes_of(self, one: Parameter, width: int) -> int:
         if self.quantize == "none" or not one.frozen:
-            return (self.width if one.frozen and self.is_adapted else width) * one.numel
+            return (self.width if one.frozen and self.narrows_frozen else width) * one.numel
         from zeroplan.engines.quantised import is_bias, packed_bytes  # noqa: PLC0415  keeps start-up fast
 
         narrow = is_bias(one) or not (self.upcasts_norms if len(one.shape) == 1 else self.upcasts_ends)

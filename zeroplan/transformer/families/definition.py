@@ -59,7 +59,9 @@ class Training(NamedTuple):
     quantised_experts: bool = False
     """The weights of all experts are in four bits."""
     upcast: bool = False
-    """Norms of a quantised model are fp32 under autocast."""
+    """Norms are fp32 under autocast: of a quantised model, or of one that was loaded in fp32."""
+    copied: bool = False
+    """Frozen weights of linear layers are fp32, and autocast copies them for every product."""
     narrow: bool = False
     """Frozen weights have the compute dtype under autocast anyway; of a block, what comes into it."""
     fused: str = ""

@@ -97,7 +97,10 @@ def _adapted(tape: Tape, value: Value, site: Site, training: Training, *, width:
 
         return beside_frozen(tape, value, site, training, width=width, reads=reads, bias=bias)
     with tape.owning() if adapts else nullcontext():
-        made = frozen_linear(tape, value, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
+        if training.copied:
+            made = copied_linear(tape, value, width, site, reads=reads, bias=bias)
+        else:
+            made = frozen_linear(tape, value, width, site, reads=reads, bias=bias, keeps_input=training.keeps_inputs)
     if not adapts:
         return made
     read = Site(f"input of the {site.name}'s adapter", LORA, site.module, At.ADAPTED)

@@ -368,7 +368,7 @@ def training_of(model: ModelSpec, kind: str, compute: Compute) -> Training | Non
         narrow = kind == "first" and model.upcasts_norms and not model.upcasts_ends
         return Training(
             "adapted", tracked, compute.keeps_inputs, () if apart else model.linear_layers_adapted, model.stacked, adapter.quantize,
-            adapter.quantize_experts, upcast=model.upcasts_norms,
+            adapter.quantize_experts, upcast=model.upcasts_norms, copied=compute.autocast and adapter.base == "fp32",
             dropout=adapter.dropout, narrow=narrow, four_bits_keep_inputs=adapter.four_bits_keep_inputs,
             four_bits_follow_inputs=adapter.four_bits_follow_inputs, wide_adapters=adapter.compute == "fp32",
             fused=next((one for one in ("lora", "axolotl-lora") if one in compute.fused), ""), runs=adapter.runs,
