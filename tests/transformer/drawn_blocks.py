@@ -38,6 +38,7 @@ from zeroplan.spec.family import (
 from zeroplan.spec.hardware import ClusterSpec
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec, lightning
 from zeroplan.spec.recipe import LINEAR_KERNELS, RecipeSpec
+from zeroplan.spec.releases import release_of
 from zeroplan.spec.traits import Activation
 from zeroplan.transformer.activations import block_pass
 from zeroplan.transformer.blocks import Compute
@@ -46,6 +47,7 @@ from zeroplan.transformer.parameters import HANDED, SHARED, kinds_by_indexer
 from zeroplan.transformer.params import layout, runs_in_order
 from zeroplan.verify.fake_cuda.fake_tensors import fake_tensors
 from zeroplan.verify.fake_cuda.installed import CUDA, install_node
+from zeroplan.verify.release import installed_transformers
 from zeroplan.verify.training.activations_away import offload_blocks, offloading_from
 from zeroplan.verify.training.causal_model import causal_module
 from zeroplan.verify.training.modules import find_blocks
@@ -278,6 +280,13 @@ def run_of(case: Case) -> BlockRun:
     return runs_of(case, [case.block])[0]
 
 
+def _wide_router(spec: ModelSpec) -> bool:
+    """Return whether the installed transformers keeps the routers of a model of 16 bits in fp32."""
+    return spec.traits.wide_router == "yes" or (
+        spec.traits.wide_router == "since 5.24" and release_of(installed_transformers()).wide_routers
+    )
+
+
 def runs_of(case: Case, numbers: Sequence[int]) -> list[BlockRun]:
     """Return the same of several blocks, in one run."""
     spec, compute, size, _ = case
@@ -292,7 +301,7 @@ def runs_of(case: Case, numbers: Sequence[int]) -> list[BlockRun]:
     away = offloading_from(CUDA, tracker) if compute.offloaded else nullcontext()
     with fake_tensors(tracker, CUDA), torch.device(CUDA), tracker, away:
         model = causal_module(spec, recipe, stored, CUDA)
-        for weight in model.parameters() if spec.traits.wide_router != "no" else ():
+        for weight in model.parameters() if _wide_router(spec) else ():
             weight.data = weight.data.to(stored)  # as DeepSpeed and FSDP2's policy do
         if compute.offloaded:
             offload_blocks(model, find_blocks(model))

@@ -197,6 +197,8 @@ _UNPACKED = {"nf4": Moved(2.57, 2.57, 5, 8), "nf4-double": Moved(2.7, 2.7, 7, 10
 #: peft adds an adapter to the whole weight of all experts, and once more to check its shape; the backward reads the sum's gradient
 #: for both matrices (``ParamWrapper``). Read, not run. Both weights are counted where one alone has an adapter.
 _MERGED = Moved(16, 4, 6, 7)
+#: Autocast's copy of a frozen fp32 weight: it reads four bytes of each number and writes two. Computed, not measured.
+_COPIED = Moved(6, 0, 1, 0)
 #: With 4-bit weights, norms are fp32: the residual stream takes twice the bytes, and five layers cast their input.
 _WIDE_RESIDUAL, _WIDE_INPUT = Moved(12, 12, 0, 0), Moved(30, 30, 5, 5)
 
@@ -211,6 +213,8 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: Float
     for one in parameters:
         if model.is_quantised and one.autocast and one.frozen:  # linear weights, with their shape in 16 bits
             total = total.plus(_UNPACKED[adapter.quantize], one.numel)
+        elif autocast and model.frozen_as_trained and one.autocast and one.frozen:
+            total = total.plus(_COPIED, one.numel)
         elif ".experts." in one.name:
             total = total.plus(_MERGED, one.numel) if ".base_layer." in one.name else total
         elif ".lora_A." in one.name:
@@ -220,7 +224,7 @@ def of_adapters(model: ModelSpec, parameters: Iterable[Parameter], tokens: Float
             total = total.plus(each.output, tokens * one.shape[0])
             total = total.plus(_DORA_OUTPUT[how], tokens * one.shape[0]) if adapter.dora != "none" else total
     total = _of_dora(total, list(parameters), how) if adapter.dora != "none" else total
-    if model.upcasts_norms:
+    if model.upcasts_norms and (autocast or model.is_quantised):
         total = total.plus(_WIDE_RESIDUAL, tokens * model.hidden_size).plus(_WIDE_INPUT, tokens * model.hidden_size)
     return total
 
