@@ -238,7 +238,8 @@ def test_frozen_weights_in_fp32(asked: JobSpec):
     """Only numbers outside the tensors of the model differ, such as the loss: at most 8,320 bytes."""
     from tests.simulated import simulate
 
-    compared = compare_with_estimate(simulate(asked, steps=2))
+    # In its second step DDP makes its buckets anew, and broadcasts their sizes.
+    compared = compare_with_estimate(simulate(asked, steps=3 if asked.recipe.engine == "ddp" else 2))
     assert -SMALL < compared.peak.difference <= 0, compared.peak
     assert all(-SMALL < phase.difference <= 0 for phase in compared.phases), compared.phases
     assert all(row.difference == 0 for row in compared.collectives), compared.collectives
