@@ -112,8 +112,7 @@ class Request(Spec):
         "`bf16` does in a model loaded in 16 bits. (default: autocast)", MODEL, "NAME",
     )})
     lora_base: Base | None = field(default=None, metadata={"option": Option(
-        "The dtype of frozen weights beside adapters, under FSDP2 or DDP: compute (16 bits), or fp32 for a model that was loaded "
-        "in fp32. (default: compute)",
+        "The dtype of frozen weights beside adapters, under FSDP2 and DDP: compute (16 bits) or fp32. (default: compute)",
         MODEL, "NAME",
     )})
     lora_runs: int | None = field(default=None, metadata={"option": Option(
