@@ -85,17 +85,15 @@ def _of_the_adapter(adapter: AdapterSpec, recipe: RecipeSpec) -> Iterator[tuple[
         yield adapter.quantize != "none" and f"{what}, beside quantised weights", "compute 'autocast'"
     if adapter.base == "fp32":
         what = "frozen weights in fp32"
-        engines = ("fsdp2", "ddp")
-        yield (
-            recipe.engine not in engines and f"{what}, and engine {recipe.engine!r}",
-            "engine 'fsdp2' or 'ddp', or base 'compute'",
+        known, instead = recipe.engine in ("fsdp2", "ddp"), "engine 'fsdp2' or 'ddp', or base 'compute'"
+        yield not known and f"{what}, and engine {recipe.engine!r}", instead
+        under, joined = (
+            recipe.engine == "ddp" and f"{what} with engine 'ddp'",
+            {"lora", "axolotl-lora"}.intersection(recipe.fused_parts),
         )
-        joined = bool({"lora", "axolotl-lora"}.intersection(recipe.fused_parts))
-        alone = recipe.engine == "fsdp2" or (adapter.compute == "autocast" and adapter.dora == "none" and not joined)
-        yield (
-            not alone and f"{what} with engine 'ddp', and DoRA, adapters that compute in fp32 or in fused kernels",
-            "engine 'fsdp2'",
-        )
+        yield under and adapter.dora != "none" and f"{under}, and DoRA", "base 'compute'"
+        yield under and adapter.compute == "fp32" and f"{under}, and adapters that compute in fp32", "compute 'autocast'"
+        yield under and bool(joined) and f"{under}, and fused kernels of adapters", "others, or base 'compute'"
         yield recipe.precision == "bf16" and f"{what}, and precision 'bf16'", "'bf16-mixed', or base 'compute'"
         yield adapter.quantize != "none" and f"{what}, and quantised weights", "quantize 'none', or base 'compute'"
     yield from _of_weights(adapter, recipe)

@@ -418,8 +418,8 @@ def _optim_args(table: Table) -> dict[str, str]:
     return {key: value for key, _, value in (one.partition("=") for one in text.split(","))}
 
 
-#: transformers' names of FlashAttention, whose forward keeps its output and a number per head and token in every generation
-#: (flash-attn 4: flash_attn/cute/interface.py, FlashAttnFunc).
+#: transformers' names of FlashAttention, whose forward keeps its output and a number per head and token. flash-attn 4 is assumed to
+#: keep the same: its code was not read.
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
 
