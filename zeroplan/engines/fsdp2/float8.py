@@ -23,7 +23,8 @@ def gathered_in_float8(group: Group, parameters: tuple[Parameter, ...], n: Int) 
         shard = ceil_div(one.shape[0], n) * (one.numel // one.shape[0])
         most, done = maximum(most, done + before + _CAST * shard), done + shard
         before = where(n == 1, shard, 0)  # a single rank copies each before it casts the next
-    return group._replace(in_float8=n * done, casting=most, alone=0)
+    ahead, late = where(n > 1, most, 0), where(n > 1, 0, most)
+    return group._replace(in_float8=n * done, casting=ahead, casting_late=late, alone=0)
 
 
 def _is_matrix(parameter: Parameter) -> bool:
@@ -31,9 +32,18 @@ def _is_matrix(parameter: Parameter) -> bool:
 
 
 def casting(group: ParamGroup) -> Line:
-    """Return the most that casts of a group's shards take, one after the other. [bytes]"""
-    formula = group.said(group.of.casting, str(group.of.casting))
-    return Line(Kind.GATHER, group.of.casting, f"{group.words}, this rank's chunk while it is cast to float8", formula, GATHER)
+    """Return the most that casts of a group's shards take before their all-gather, one after the other. [bytes]"""
+    return _casting(group, group.of.casting)
+
+
+def casting_late(group: ParamGroup) -> Line:
+    """Return the same of a single rank. It has no all-gather, so it casts when it copies the group out. [bytes]"""
+    return _casting(group, group.of.casting_late)
+
+
+def _casting(group: ParamGroup, n_bytes: Int) -> Line:
+    words = f"{group.words}, this rank's chunk while it is cast to float8"
+    return Line(Kind.GATHER, n_bytes, words, group.said(n_bytes, str(n_bytes)), GATHER)
 
 
 def largest_values(

@@ -42,7 +42,9 @@ class Group(NamedTuple):
     in_float8: Int = 0
     """Elements of ``padded`` that ranks gather in float8, with one byte instead of two."""
     casting: Int = 0
-    """The most that casts of this rank's chunks to float8 take, one after the other. [bytes]"""
+    """The most that casts of this rank's chunks to float8 take before the all-gather, one after the other. [bytes]"""
+    casting_late: Int = 0
+    """The same of a single rank, which casts its parameters only when it copies them out. [bytes]"""
     ranks: Int = 0
     """Of experts: the ranks that have the same ones."""
     narrow: Int = 0

@@ -54,7 +54,7 @@ def chunk_to_gather(plan: Plan, group: ParamGroup, copied: ParamGroup) -> tuple[
     n_bytes = group.gathers * plan.width.compute * copied.of.shard
     formula = group.said(n_bytes, f"{plan.width.compute}·{copied.share}{group.gate}")
     if plan.recipe.fsdp2.float8_all_gather:  # norms in 16 bits are not copied
-        narrow = group.of.in_float8 // group.ranks
+        narrow = group.gathers * group.of.in_float8 // group.ranks
         n_bytes = n_bytes - narrow if plan.width.mixed else narrow
         formula = group.said(n_bytes, f"{formula} - {narrow}" if plan.width.mixed else f"{narrow}")
     return (Line(Kind.GATHER, n_bytes, f"{group.words}, this rank's chunk, cast", formula, GATHER),)

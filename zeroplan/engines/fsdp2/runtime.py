@@ -221,6 +221,10 @@ class Runtime:
 
     def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """``foreach_all_gather_copy_out``: copy every parameter to its own memory."""
+        if self.plan.recipe.fsdp2.float8_all_gather:
+            from zeroplan.engines.fsdp2.float8 import casting_late  # noqa: PLC0415  few jobs have it
+
+            self.memory.pass_by(casting_late(group))
         self.memory.put(unit.unsharded[index], *self._once(lines.unsharded, group))
         self.memory.pass_by(*self._once(lines.copying_out, unit.parts.group, group))
 
