@@ -307,13 +307,11 @@ class MicroBatch:
         is_last = not position.layer and not plan.is_partly_frozen and self.ends is None
         if is_last:  # tensors that only blocks need are freed with the last block
             trace.shrink("shared", *plan.head.at_embedding, *plan.head.before)
-        keeps_input = not is_last and plan.recomputes[position.run] != "none"
         trace.shrink("left", *self._behind[position.before])
         trace.hold(
             "leaving",
             buffers.flowing(plan, "gradient that flows out of this block", position.layer),
             *one.leaving,
-            *(one.kept("full") if keeps_input else ()),
         )
         self.run.post_backward(unit)
         trace.drop("leaving")

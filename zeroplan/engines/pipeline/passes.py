@@ -323,14 +323,12 @@ class StagePass(MicroBatch):
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """Accumulate a block's gradients, or cast the first ones to the reduction's dtype."""
-        plan, trace, one = self.plan, self.trace, self.pass_of(position)
-        keeps_input = plan.recomputes[position.run] != "none"
+        plan, trace = self.plan, self.trace
         trace.at(f"backward: gradients of {position.name}", Phase.BACKWARD)
         is_followed = plan.runs[position.run].kind != "first" or plan.recomputes[position.run] != "none"
         self.trace.pass_by(
             accumulated_gradients(plan, sizes_of_block(plan, position.run), first=not self.earlier),
             flowing_line(self.stage, "gradient that flows out of this block", int(is_followed)),
-            *(one.kept("full") if keeps_input else ()),
         )
         self.run.reshard(unit)  # it stays unsharded, and counts among the others from here on
 
