@@ -28,12 +28,14 @@ from zeroplan.spec.family import (
     DENSE_LAYERS,
     DISPATCHED_FAMILIES,
     FAMILIES,
+    FILLING_HEADS,
     FREE_ACTIVATION,
     INDEXED_FAMILIES,
     LATENT_FAMILIES,
     MOE_FAMILIES,
     ONE_WIDTH_FAMILIES,
     PATTERNED,
+    PLAIN_HEADS,
     SHARED_EXPERTS,
     SOME_WINDOWED,
     TRAITS,
@@ -56,7 +58,6 @@ T = TypeVar("T")
 
 ENGINES = tuple(ENGINE_STAGES)
 #: Families without grouped heads, whose class fixes the biases.
-_PLAIN_HEADS = ("gpt2", "gpt_neox", "phi", "opt", "bloom")
 _OPTIMIZERS = tuple(sorted(name for name in IMPLEMENTATIONS if name not in PUBLISHED or name == "adamw-8bit"))
 _DEEPSPEED_OPTIMIZERS = tuple(name for name in _OPTIMIZERS if name != "muon")
 _SPLIT_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd-momentum", "adagrad", "rmsprop")
@@ -91,7 +92,7 @@ def model(draw: Random, families: Sequence[str] = FAMILIES, *, ranks: int = 1, l
     """A model of a few thousand to a trillion parameters that ``ranks`` can split; its layers are a multiple of ``layers``."""
     family = draw.choice(families)
     heads, kv_heads, head_dim = _heads(draw, family, ranks)
-    wide = family in (*_PLAIN_HEADS, "olmoe", "cohere2", "falcon") or draw.randint(0, 2)
+    wide = family in FILLING_HEADS or draw.randint(0, 2)
     hidden = heads * head_dim if wide else 8 * _about(draw, 1, 1024)
     ffn = 4 * hidden if family == "bloom" else _up(8 * _about(draw, 1, 4000), ranks)
     positions = draw.choice((64, 1024, 2048)) if family in ("gpt2", "opt") else draw.choice((4096, 2**20))
@@ -153,7 +154,7 @@ def _patterns(family: str) -> tuple[str, ...]:
 
 def _heads(draw: Random, family: str, ranks: int) -> tuple[int, int, int]:
     kv_heads = ranks * _about(draw, 1, max(1, 32 // ranks))
-    groups = 1 if family in (*_PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
+    groups = 1 if family in (*PLAIN_HEADS, *LATENT_FAMILIES) else draw.randint(1, 8)
     if family == "falcon":
         groups = max(2, groups)
     return groups * kv_heads, kv_heads, TRAITS[family].rotary_width + 2 * TRAITS[family].rotary_divisor * _about(draw, 2, 32)

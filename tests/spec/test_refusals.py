@@ -75,7 +75,7 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
         "head_dim=16 of a phi model has no formula: 32 elements of each are rotated; use more",
     ),
     (
-        lambda: job(model("phi", head_dim=64), loss="chunked"),
+        lambda: job(model("phi", head_dim=64, hidden_size=256), loss="chunked"),
         "loss 'chunked' of a phi model, whose head has a bias, is not modelled; use 'full'",
     ),
     (
@@ -176,7 +176,7 @@ def test_a_contradiction_is_refused(built: Callable[[], object], line: str):
 
 def test_what_these_refusals_ask_for_is_accepted():
     """Some of the refused descriptions, changed as their line says."""
-    assert model("gpt_neox", head_dim=24, parallel_residual=False, hidden_act="gelu_fast").head_dim == 24
+    assert model("gpt_neox", head_dim=24, hidden_size=96, parallel_residual=False, hidden_act="gelu_fast").head_dim == 24
     assert model("gpt2", attention_bias=True, mlp_bias=True, positions=64).positions == 64
     assert model("mixtral", moe=MOE, intermediate_size=96).moe == MOE
     assert MegatronOptions(overlap_param_gather=True, overlap_grad_reduce=True).overlap_param_gather

@@ -22,6 +22,7 @@ from zeroplan.spec.batch import BatchSpec
 from zeroplan.spec.family import (
     DENSE_LAYERS,
     FAMILIES,
+    FILLING_HEADS,
     FREE_ACTIVATION,
     GLOBAL_LAYERS,
     LATENT_FAMILIES,
@@ -132,8 +133,9 @@ def _sizes(draw: Random, family: str) -> tuple[int, int, int, int, int]:
     kv_heads = heads if plain else draw.choice([number for number in (1, 2, 3, 4, 6, 8) if heads % number == 0])
     part = 1 if plain else draw.choice((0.5, 0.75, 1, 1, 1.25, 2))
     kv_heads = 1 if family == "falcon" and kv_heads == heads else kv_heads
-    square = plain or family in ("olmoe", "cohere2", "helium", "stablelm", "falcon")
-    hidden = heads * head_dim if square else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
+    hidden = (
+        heads * head_dim if family in FILLING_HEADS else max(8 * heads, int(part * heads * head_dim) // (8 * heads) * 8 * heads)
+    )
     wide = max(hidden, heads * head_dim)
     ffn = 4 * hidden if family == "bloom" else int(wide * draw.choice((1, 1.5, 2, 2.6875, 3.5, 5))) // 8 * 8
     return heads, head_dim, kv_heads, hidden, ffn

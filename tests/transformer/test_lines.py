@@ -77,14 +77,15 @@ def _linear(family: str) -> LinearSpec:
 def spec(family: str) -> ModelSpec:
     gpt2 = family in PLAIN_HEADS
     moe = family in MOE_FAMILIES
+    head_dim = 16 + TRAITS[family].rotary_width
     return ModelSpec(
         family=family,
-        hidden_size=96,
-        intermediate_size=4 * 96 if family == "bloom" else 160,
+        hidden_size=6 * head_dim,
+        intermediate_size=24 * head_dim if family == "bloom" else 160,
         num_hidden_layers=6 if family == "gemma4_text" else 3,
         num_attention_heads=6,
         num_key_value_heads=6 if gpt2 or family in LATENT_FAMILIES else 2,
-        head_dim=16 + TRAITS[family].rotary_width,
+        head_dim=head_dim,
         vocab_size=211,
         positions=64 if gpt2 else 0,
         attention_bias=family == "qwen2",

@@ -69,9 +69,9 @@ TRAITS: Mapping[str, Traits] = {
         "llama", "relu2", layer_norms=True, gated=False, layers=_UNGATED,
         modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
     ),
-    "helium": Traits("helium", biased_output=False, modelled=_DENSE),
+    "helium": Traits("helium", biased_output=False, heads_fill_hidden=True, modelled=_DENSE),
     "stablelm": Traits(
-        "stablelm", biased_output=False, rotary_divisor=4, layer_norms=True,
+        "stablelm", biased_output=False, heads_fill_hidden=True, rotary_divisor=4, layer_norms=True,
         modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
     ),
     "gemma": Traits("gemma", "gelu_pytorch_tanh", embedding_scale=True, modelled=_LORA | {"offloaded activations", "liger"}),
@@ -105,7 +105,10 @@ TRAITS: Mapping[str, Traits] = {
     "glm": Traits("glm4", rotary_divisor=2, biased_output=False, layers=_JOINT, modelled=_DENSE),
     "glm4": Traits("glm4", rotary_divisor=2, biased_output=False, norms=4, layers=_JOINT, modelled=_DENSE),
     "cohere": Traits("cohere", divides_logits=True, head_norms=None, modelled=_DENSE),
-    "cohere2": Traits("cohere", window=True, global_every=4, global_without_rotary=True, divides_logits=True, modelled=_DENSE),
+    "cohere2": Traits(
+        "cohere", heads_fill_hidden=True, window=True, global_every=4, global_without_rotary=True, divides_logits=True,
+        modelled=_DENSE,
+    ),
     "starcoder2": Traits(
         "starcoder2", "gelu_pytorch_tanh", window=True, layer_norms=True, gated=False, layers=Layers(mlp=("c_fc", "c_proj")),
         modelled=_IN_ONE_DTYPE | {"float8", "offloaded activations"},
@@ -145,7 +148,8 @@ TRAITS: Mapping[str, Traits] = {
         stacked=True, modelled=_WITH_EXPERTS,
     ),
     "olmoe": Traits(
-        "mixtral", other_activations=False, experts="dispatched", one_width=True, converted=MLP, modelled=_IN_ONE_DTYPE,
+        "mixtral", other_activations=False, heads_fill_hidden=True, experts="dispatched", one_width=True, converted=MLP,
+        modelled=_IN_ONE_DTYPE,
     ),
     "minimax_m2": Traits(
         "mixtral", other_activations=False, experts="dispatched", one_width=True, routes_in_32_bits=True, rotary_divisor=2,
@@ -291,7 +295,8 @@ TRAITS: Mapping[str, Traits] = {
         modelled=frozenset({"adapters", "offloaded activations"}),
     ),
     "falcon": Traits(
-        "falcon", "gelu", masks_all=True, layer_norms=True, gated=False, layers=_JOINT_QKV, modelled=frozenset({"adapters"}),
+        "falcon", "gelu", heads_fill_hidden=True, masks_all=True, layer_norms=True, gated=False, layers=_JOINT_QKV,
+        modelled=frozenset({"adapters"}),
     ),
     "lfm2_moe": Traits(
         "lfm2", other_activations=False, pattern="C*cD", head_norms=True, experts="dispatched", router_bias="fp32",
@@ -350,6 +355,8 @@ DISPATCHED_FAMILIES = families(lambda one: one.experts == "dispatched")
 DENSE_LAYERS = families(lambda one: one.dense_layers)
 HEAD_NORMS = families(lambda one: one.head_norms)
 PLAIN_HEADS = families(lambda one: one.plain_heads)
+#: Families whose heads are as wide as ``hidden_size`` together.
+FILLING_HEADS = families(lambda one: one.plain_heads or one.heads_fill_hidden)
 DIVIDED_LOGITS = families(lambda one: one.divides_logits)
 WITHOUT_SDPA = families(lambda one: not one.sdpa)
 GLOBAL_LAYERS: Mapping[str, int] = {name: one.global_every for name, one in TRAITS.items() if one.global_every is not None}

@@ -15,6 +15,7 @@ from zeroplan.spec.base import Count, Dimension, Range, Spec
 from zeroplan.spec.family import (
     ALWAYS_SHARED_EXPERTS,
     DENSE_LAYERS,
+    FILLING_HEADS,
     FREE_ACTIVATION,
     HEAD_NORMS,
     INDEXED_FAMILIES,
@@ -516,6 +517,11 @@ class ModelSpec(Spec):
             )
 
     def _check_heads(self) -> None:
+        if self.family in FILLING_HEADS and self.num_attention_heads * self.head_dim != self.hidden_size:
+            raise SpecError(
+                f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads "
+                f"({self.num_attention_heads}) are as wide as hidden_size={self.hidden_size} together"
+            )
         has_own, sizes = self.family == "gemma4_text", (self.global_head_dim, self.global_key_value_heads)
         if any(sizes) != has_own or all(sizes) != has_own:
             raise SpecError(
@@ -591,10 +597,6 @@ class ModelSpec(Spec):
             raise SpecError(f"hidden_act={self.hidden_act!r} of a {self.family} model has no formula: it always has {usual}")
 
     def _check_experts(self) -> None:
-        if self.family in ("olmoe", "cohere2") and self.num_attention_heads * self.head_dim != self.hidden_size:
-            raise SpecError(
-                f"head_dim={self.head_dim} of a {self.family} model has no formula: its heads are as wide as hidden_size together"
-            )
         for name, family in (("latent_size", "nemotron_h"), ("separate", "mixtral"), ("num_groups", "deepseek_v2")):
             if getattr(self.moe, name, 0) and self.family != family:
                 raise SpecError(f"{name}={getattr(self.moe, name)} of a {self.family} model's experts: only {family} has it")

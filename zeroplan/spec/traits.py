@@ -89,6 +89,8 @@ class Traits(NamedTuple):
     """Attention has ALiBi, a bias per head, in place of positions (BLOOM)."""
     plain_heads: bool = False
     """The head width is hidden / heads, and there are as many key/value heads as query heads."""
+    heads_fill_hidden: bool = False
+    """The head width is hidden / heads whatever ``head_dim`` says: the module makes its projections from these two."""
     divides_logits: bool = False
     """The model divides its logits by a constant before the loss. Liger has no fused loss for that."""
     angles_of_kinds: bool = False
