@@ -67,6 +67,7 @@ class Gathered:
         self.below = list[Note]()
         """Notes of the backward of each module before the first block."""
         self.embedding = 0
+        """The most while the embedding is gathered for its backward, after those of ``below`` that come first."""
         self.end = 0
         """The most from the gather of the embedding for its backward on."""
         self.sent_forward, self.sent_backward = Sent(), Sent()
@@ -111,8 +112,9 @@ class Gathered:
             if step.block >= 0:
                 (after_blocks if step.block == len(blocks) else blocks[step.block]).append((step, note))
             else:
-                self.embedding = max(self.embedding, note.gathering)
                 self.below += [note] if step.parameters else []
+                is_next = step.parameters or not self.below
+                self.embedding = note.gathering if is_next else max(self.embedding, note.gathering)
         self._after_blocks(after_blocks)
         numbers: dict[Hashable, int] = {}
         which = [numbers.setdefault(_decisive(block), len(numbers)) for block in blocks]

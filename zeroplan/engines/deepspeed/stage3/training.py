@@ -325,6 +325,13 @@ class Training:
         below = sum([made for _, made in operators_below(job.whole)[:-1]])
         waits = self._waiting(-1, _NOWHERE._replace(gradients=below))
         gradients, stay, end = (*waits, embedding, *self.tied), staying_lines(job, -1, -1), self.gathered.end
+        if not head.below:
+            made = 0
+            for (label, of_one), note in zip(operators_below(job.whole)[:-1], self.gathered.below, strict=False):
+                waiting_then = self._waiting(-1, _NOWHERE._replace(gradients=made))
+                name = f"gathered for the backward before the blocks{label}"
+                self._at(name, phase, note.gathering, flowing, (*waiting_then, *self.tied))
+                made += of_one
         for operator, point in operators_of(self.these, operators_below(job.whole)) if head.below else ():
             note = self.gathered.below[operator]
             beside = (*self._waiting(-1, point), *self.tied, *stay)
