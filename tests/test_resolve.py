@@ -195,7 +195,7 @@ def test_a_file_of_fsdp1_without_a_number_of_gpus_counts_a_node(said: dict[str, 
 
 
 def test_frozen_weights_of_an_old_release_may_be_in_fp32():
-    """transformers before 5 loads a model in fp32 unless its script sets torch_dtype."""
+    """Releases before 5 load a model in fp32 unless its script sets torch_dtype."""
 
     def notes(**said: object) -> str:
         asked = Request(model="llama-3.1-8b", lora_rank=8, engine="ddp", stage=0, precision="bf16-mixed", **said)  # type: ignore[arg-type]

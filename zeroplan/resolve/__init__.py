@@ -155,7 +155,8 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
     notes = (  # first those that may say that the answer is too low
-        _loaded_in_fp32(complete, request), *_without_fused_attention(complete), kernels_note, *model_notes, seq_note, lengths_note, padding_note, imbalance_note,
+        _loaded_in_fp32(complete, request), *_without_fused_attention(complete), kernels_note, *model_notes, seq_note,
+        lengths_note, padding_note, imbalance_note,
         liger_note, *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.setup.kind),
@@ -611,8 +612,8 @@ def _loaded_in_fp32(job: JobSpec, request: Request) -> str:
     if not (recipe.precision.endswith("mixed") and loads_in_fp32(recipe.transformers)):
         return ""
     return (
-        f"transformers {recipe.transformers} loads a model in fp32 unless its script sets torch_dtype; frozen weights are counted in "
-        "16 bits: if your script does not set it, add --lora-base fp32"
+        f"transformers {recipe.transformers} loads a model in fp32 unless its script sets torch_dtype; frozen weights are "
+        "counted in 16 bits: if your script does not set it, add --lora-base fp32"
     )
 
 
