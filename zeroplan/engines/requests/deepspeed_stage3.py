@@ -104,7 +104,7 @@ class Step(OneByOne):
         """From the third pass on the coordinator has decided everything, and only the place in the step matters."""
         return None if self.passes < _DECIDING else (micro > 0, self.last)
 
-    def after_repeat(self) -> None:
+    def after_repeat(self, state: object) -> None:  # noqa: ARG002  the coordinator's decisions stand
         """Count the pass."""
         self.passes, self.micro = self.passes + 1, self.micro + 1
 

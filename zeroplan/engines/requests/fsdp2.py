@@ -108,6 +108,10 @@ class Step(UnitPass):
         self.tensors = self.request_shards()
         self.optimizer.begin(self.log, self.tensors)
 
+    def kind_of(self, micro: int) -> Hashable:
+        """Only gradients of earlier micro-batches, and of earlier steps if they outlive them, make a difference."""
+        return micro > 0 or (self.plan.outlive and self.step > 0), self.last
+
     def update(self) -> None:
         """Run the optimizer's step, then ``zero_grad``."""
         self.optimizer.step(self.log, self.tensors)

@@ -65,12 +65,29 @@ class Instruction(NamedTuple):
     """Memory inside a CUDA kernel, which a run on fake tensors does not record."""
 
 
+class Stretch(NamedTuple):
+    """Requests and releases that a program makes without its engine, up to an instruction that needs it.
+
+    Requests are numbered from the beginning of the program.
+    """
+
+    made: tuple[tuple[int, Kind, str, bool], ...]
+    """Bytes, kind, reason, and whether it is scratch."""
+    deeds: tuple[int, ...]
+    """In order: the number of a request, or ``-1 - number`` of a released one."""
+    kept: tuple[tuple[Thing, int], ...]
+    """Tensors that something else releases, and the numbers of their requests."""
+    then: Instruction | None
+
+
 class Sized(NamedTuple):
     """A program's actions for one batch, with the tensors it shares with its neighbours."""
 
     forward: tuple[Instruction, ...]
     backward: tuple[Instruction, ...]
     requested: Requested
+    stretches: tuple[tuple[Stretch, ...], tuple[Stretch, ...]]
+    """Both again, in stretches."""
 
 
 def block_requests(
@@ -155,7 +172,39 @@ def _sized(requested: Requested, values: Values) -> Sized:
     forward, backward = (
         tuple([_instruction(do, one, sizes[one]) for do, one in actions]) for actions in (requested.forward, requested.backward)
     )
-    return Sized(forward, backward, requested)
+    return Sized(forward, backward, requested, _both_in_stretches(forward, backward, requested))
+
+
+def _both_in_stretches(
+    forward: tuple[Instruction, ...], backward: tuple[Instruction, ...], requested: Requested
+) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
+    made, ends = [[one.thing for one in each if one.do is Do.REQUEST] for each in (forward, backward)], requested[2:6]
+    return _in_stretches(forward, {*made[0]} - {*made[1], *ends}), _in_stretches(backward, {*made[1]} - {*made[0], *ends})
+
+
+def _in_stretches(program: tuple[Instruction, ...], own: set[Thing]) -> tuple[Stretch, ...]:
+    """Cut a program into stretches. ``own``: tensors that it alone requests."""
+    alive = set[Thing]()
+    for one in program:
+        (alive.add if one.do is Do.REQUEST else alive.discard)(one.thing)
+    own, found, count, numbers = own - alive, list[Stretch](), 0, dict[Thing, range]()
+    made, deeds, kept = list[tuple[int, Kind, str, bool]](), list[int](), list[tuple[Thing, int]]()
+    for one in (*program, None):
+        if one is not None and one.do is Do.REQUEST:
+            new = range(count, count + (one.pieces if one.size else 0))
+            made += [(one.size, one.kind, one.reason, one.is_scratch)] * len(new)
+            deeds += new
+            count += len(new)
+            if one.thing in own:
+                numbers[one.thing] = new
+            else:
+                kept += [(one.thing, number) for number in new]
+        elif one is not None and one.do is Do.RELEASE and one.thing in own:
+            deeds += [-1 - number for number in numbers.pop(one.thing, ())]
+        else:
+            found.append(Stretch(tuple(made), tuple(deeds), tuple(kept), one))
+            made, deeds, kept = [], [], []
+    return tuple(found)
 
 
 def _size(thing: Thing, values: Values) -> int:
