@@ -24,6 +24,10 @@ class Request(NamedTuple):
     is_scratch: bool = False
 
 
+Piece: TypeAlias = tuple[int, Kind, str, bool]
+"""What a request does not share with its neighbours: its bytes, kind and reason, and whether it is scratch."""
+
+
 class Call(NamedTuple):
     """One collective: its largest buffer in bytes, its ranks, the number of deeds before it, and the group."""
 
@@ -152,7 +156,7 @@ class Log:
             self.events.append(place)
             self.held.setdefault(key, []).append(place)
 
-    def write(self, made: Iterable[tuple[int, Kind, str, bool]], deeds: Iterable[int], places: list[int]) -> None:
+    def write(self, made: Iterable[Piece], deeds: Iterable[int], places: list[int]) -> None:
         """Write requests and releases of a program that releases its tensors itself; ``places`` of its requests grow.
 
         ``deeds``: the number of a request within the program, or ``-1 - number`` of a released one.
@@ -202,10 +206,15 @@ class Log:
         self.put("passing", *lines)
         self.release("passing")
 
-    def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:
+    def put_each(self, key: Hashable, line: Line, sizes: Iterable[int]) -> None:
         """Request tensors of these sizes, whose sum is the line."""
-        for n_bytes in sizes:
-            self.request(key, n_bytes, line.kind, line.reason)
+        self.put_all(key, [(n_bytes, line.kind, line.reason, False) for n_bytes in sizes])
+
+    def put_all(self, key: Hashable, tensors: Iterable[Piece]) -> None:
+        """Request tensors."""
+        if made := [one for one in tensors if one[0]]:
+            places = self.held.setdefault(key, [])
+            self.write(made, range(len(places), len(places) + len(made)), places)
 
     def one_after_another(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
         """Request and release tensors of these sizes in sequence, each for a collective if given. The largest is the line."""

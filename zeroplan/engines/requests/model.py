@@ -94,9 +94,8 @@ class ModelPass:
 
     def request_parameters(self, width: int, *, trained: bool = True) -> None:
         """Request all parameters whole, or only frozen ones. Frozen ones beside adapters have the compute dtype or four bits."""
-        for one in self.parameters:
-            if trained or one.frozen:
-                self.log.request("parameters", self._bytes_of(one, width), Kind.PARAMETERS, "a parameter")
+        sizes = [self._bytes_of(one, width) for one in self.parameters if trained or one.frozen]
+        self.log.put_all("parameters", [(n_bytes, Kind.PARAMETERS, "a parameter", False) for n_bytes in sizes])
         self.request_scales(self.parameters)
 
     def _bytes_of(self, one: Parameter, width: int) -> int:
