@@ -24,7 +24,7 @@ from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomput
 
 ENDING = -2
 """The layer number of the modules after the blocks."""
-_OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
+_OF_MODULES = (Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE)
 
 
 class ModelPass:

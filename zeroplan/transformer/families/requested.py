@@ -185,11 +185,12 @@ def _both_in_stretches(
 def _in_stretches(program: tuple[Instruction, ...], own: set[Thing]) -> tuple[Stretch, ...]:
     """Cut a program into stretches. ``own``: tensors that it alone requests."""
     alive = set[Thing]()
-    for one in program:
-        (alive.add if one.do is Do.REQUEST else alive.discard)(one.thing)
+    for each in program:
+        (alive.add if each.do is Do.REQUEST else alive.discard)(each.thing)
     own, found, count, numbers = own - alive, list[Stretch](), 0, dict[Thing, range]()
     made, deeds, kept = list[tuple[int, Kind, str, bool]](), list[int](), list[tuple[Thing, int]]()
-    for one in (*program, None):
+    every: tuple[Instruction | None, ...] = (*program, None)
+    for one in every:
         if one is not None and one.do is Do.REQUEST:
             new = range(count, count + (one.pieces if one.size else 0))
             made += [(one.size, one.kind, one.reason, one.is_scratch)] * len(new)
