@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from functools import lru_cache
+from typing import cast
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
@@ -102,9 +103,15 @@ class Step(OneByOne):
         """After the first pass, the coordinator decides alike: the place in the step matters, and whether parameters persist."""
         return (micro > 0, self.last, self.step > 0 or self.passes > 1) if self.passes else None
 
-    def after_repeat(self, state: object) -> None:  # noqa: ARG002  the coordinator's decisions stand
+    @property
+    def state(self) -> dict[int, int]:
+        """The second partitions still to be made. The coordinator's decisions stand."""
+        return dict(self.second)
+
+    def after_repeat(self, state: object) -> None:
         """Count the pass."""
         self.passes, self.micro = self.passes + 1, self.micro + 1
+        self.second = dict(cast("dict[int, int]", state))
 
     def before_forward(self) -> None:
         """Begin a pass of the coordinator, with the root module and the model in it."""

@@ -284,11 +284,12 @@ class ModelPass:
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
         """Write a program. Until a matrix product that is awaited, each request is the engine's concern, too (:meth:`_do`)."""
         waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
-        ends, log, places = self._ends(layer, sized), self.log, list[int]()
+        ends, log = self._ends(layer, sized), self.log
         if waits:
             for one in sized.forward if forward else sized.backward:
                 self._do(layer, one, ends, forward=forward)
             return
+        places = [] if forward else [place for thing in sized.saved for place in log.held.pop((layer, thing))]
         for made, deeds, kept, then in sized.stretches[not forward]:
             if deeds:
                 log.write(made, deeds, places)

@@ -5,7 +5,9 @@ requests. Sizes have values for every batch. The engine that runs the block hand
 gradients.
 """
 
+from collections import Counter
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
@@ -65,10 +67,13 @@ class Instruction(NamedTuple):
     """Memory inside a CUDA kernel, which a run on fake tensors does not record."""
 
 
+Program: TypeAlias = tuple[Instruction, ...]
+
+
 class Stretch(NamedTuple):
     """Requests and releases that a program makes without its engine, up to an instruction that needs it.
 
-    Requests are numbered from the beginning of the program.
+    Requests are numbered from the beginning of the program; in a backward, those of its forward's ``saved`` tensors come first.
     """
 
     made: tuple[tuple[int, Kind, str, bool], ...]
@@ -83,11 +88,13 @@ class Stretch(NamedTuple):
 class Sized(NamedTuple):
     """A program's actions for one batch, with the tensors it shares with its neighbours."""
 
-    forward: tuple[Instruction, ...]
-    backward: tuple[Instruction, ...]
+    forward: Program
+    backward: Program
     requested: Requested
     stretches: tuple[tuple[Stretch, ...], tuple[Stretch, ...]]
     """Both again, in stretches."""
+    saved: tuple[Thing, ...]
+    """The tensors that the forward requests and only the backward releases."""
 
 
 def block_requests(
@@ -172,22 +179,27 @@ def _sized(requested: Requested, values: Values) -> Sized:
     forward, backward = (
         tuple([_instruction(do, one, sizes[one]) for do, one in actions]) for actions in (requested.forward, requested.backward)
     )
-    return Sized(forward, backward, requested, _both_in_stretches(forward, backward, requested))
+    return Sized(forward, backward, requested, *_in_stretches(forward, backward, requested))
 
 
-def _both_in_stretches(
-    forward: tuple[Instruction, ...], backward: tuple[Instruction, ...], requested: Requested
-) -> tuple[tuple[Stretch, ...], tuple[Stretch, ...]]:
-    made, ends = [[one.thing for one in each if one.do is Do.REQUEST] for each in (forward, backward)], requested[2:6]
-    return _in_stretches(forward, {*made[0]} - {*made[1], *ends}), _in_stretches(backward, {*made[1]} - {*made[0], *ends})
+def _in_stretches(
+    forward: Program, backward: Program, requested: Requested
+) -> tuple[tuple[tuple[Stretch, ...], tuple[Stretch, ...]], tuple[Thing, ...]]:
+    made = [{one.thing for one in each if one.do is Do.REQUEST} for each in (forward, backward)]
+    shared = (made[0] & made[1]).union(requested[2:6])
+    first, released = _cut(forward, made[0] - shared, {}), {one.thing for one in backward if one.do is Do.RELEASE} - shared
+    saved = Counter([thing for one in first for thing, _ in one.kept if thing in released])
+    ends = zip(saved.items(), accumulate(saved.values()), strict=True)
+    numbers = {thing: range(end - count, end) for (thing, count), end in ends}
+    return (first, _cut(backward, (made[1] - shared) | saved.keys(), numbers)), tuple(saved)
 
 
-def _in_stretches(program: tuple[Instruction, ...], own: set[Thing]) -> tuple[Stretch, ...]:
-    """Cut a program into stretches. ``own``: tensors that it alone requests."""
+def _cut(program: Program, own: set[Thing], numbers: dict[Thing, range]) -> tuple[Stretch, ...]:
+    """Cut a program into stretches. ``own``: tensors that it alone releases; ``numbers`` of those that it begins with."""
     alive = set[Thing]()
     for each in program:
         (alive.add if each.do is Do.REQUEST else alive.discard)(each.thing)
-    own, found, count, numbers = own - alive, list[Stretch](), 0, dict[Thing, range]()
+    own, count, found = own - alive, sum(map(len, numbers.values())), list[Stretch]()
     made, deeds, kept = list[tuple[int, Kind, str, bool]](), list[int](), list[tuple[Thing, int]]()
     every: tuple[Instruction | None, ...] = (*program, None)
     for one in every:
