@@ -111,7 +111,8 @@ class Step(OneByOne):
     def after_repeat(self, state: object) -> None:
         """Count the pass."""
         self.passes, self.micro = self.passes + 1, self.micro + 1
-        self.second = dict(cast("dict[int, int]", state))
+        if self.micro == 1:  # later passes make none
+            self.second = dict(cast("dict[int, int]", state))
 
     def before_forward(self) -> None:
         """Begin a pass of the coordinator, with the root module and the model in it."""
