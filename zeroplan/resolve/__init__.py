@@ -42,7 +42,7 @@ from zeroplan.spec.recipe import (
     RecipeSpec,
     Stage,
 )
-from zeroplan.spec.releases import release_of
+from zeroplan.spec.releases import loads_in_fp32, release_of
 from zeroplan.spec.vision import TEXT_PART, VISION_PARTS
 from zeroplan.units import GIB, parse_count
 
@@ -154,8 +154,9 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete, padding_note = with_padding(complete, padded=request.padded, varying=varying, trainer_pads=read.setup.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
-    notes = (  # first the one that may say that the answer is too low
-        *_without_fused_attention(complete), kernels_note, *model_notes, seq_note, lengths_note, padding_note, imbalance_note,
+    notes = (  # first those that may say that the answer is too low
+        _loaded_in_fp32(complete, request), *_without_fused_attention(complete), kernels_note, *model_notes, seq_note,
+        lengths_note, padding_note, imbalance_note,
         liger_note, *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.setup.kind),
@@ -600,6 +601,19 @@ def _of_stacked(model: ModelSpec, kind: str | None) -> str:
     return (
         "peft 0.21 refuses lora_dropout above 0 in adapters of all experts of a layer; set it to 0. The job is counted with "
         "dropout in the other adapters"
+    )
+
+
+def _loaded_in_fp32(job: JobSpec, request: Request) -> str:
+    """Return a note if the release loads the frozen weights in fp32 unless the script says otherwise, and nobody said so."""
+    adapter, recipe = job.model.adapter, job.recipe
+    if adapter is None or adapter.quantize != "none" or request.lora_base or recipe.engine not in ("ddp", "fsdp2"):
+        return ""
+    if not (recipe.precision.endswith("mixed") and loads_in_fp32(recipe.transformers)):
+        return ""
+    return (
+        f"transformers {recipe.transformers} loads a model in fp32 unless its script sets torch_dtype; frozen weights are "
+        "counted in 16 bits: if your script does not set it, add --lora-base fp32"
     )
 
 
