@@ -139,6 +139,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model, model_notes = _complete_model(read, extra)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.setup.kind is None else _liger(request, model)
+    request, dtype_note = _under_autocast(request, model, read)
     if read.setup.kind == "automodel":
         request = _in_stages(_automodel(request, model), model.num_hidden_layers, *read.setup.layers_per_stage)
     request, imbalance_note = _with_imbalance(request, model)
@@ -157,7 +158,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     notes = (  # first those that may say that the answer is too low
         _loaded_in_fp32(complete, request), *_without_fused_attention(complete), kernels_note, *model_notes, seq_note,
         lengths_note, padding_note, imbalance_note,
-        liger_note, *read.notes, *program_notes, *config_notes,
+        liger_note, dtype_note, *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.setup.kind),
     )  # fmt: skip
@@ -524,6 +525,25 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
     note = f"Liger's kernels are not modelled with family {model.family!r}: transformers' own operators are counted"
     others = [one for one in (request.fused_kernels or "").split(",") if one.strip() not in OF_LIGER]
     return replace(request, fused_kernels=",".join(others) or None), note
+
+
+def _under_autocast(request: Request, model: ModelSpec, read: SetupRead) -> tuple[Request, str]:
+    """Return a Trainer's request with weights in fp32 if autocast widens what its weights of 16 bits compute, and a note.
+
+    Autocast runs LayerNorm, a router's sums and parts of linear attention in fp32, which ``--precision bf16`` does not count.
+    Models with RMSNorms and gated MLPs have no such parts: dry runs of the Trainer need what ``bf16`` says.
+    """
+    setting = read.setup.flags.get("precision") if read.setup.kind == "trainer" else None
+    plain = model.traits.gated and not (
+        model.traits.layer_norms or model.moe or model.linear or model.per_layer or model.vision
+    )
+    if plain or setting is None or request.precision != "bf16" or "bf16-mixed" not in setting.also:
+        return request, ""
+    note = (
+        f"{setting.key} loads weights in 16 bits; they are counted in fp32, an upper bound: autocast runs parts of this "
+        "model in fp32, which --precision bf16 does not count"
+    )
+    return replace(request, precision="bf16-mixed"), note
 
 
 def _automodel(request: Request, model: ModelSpec) -> Request:

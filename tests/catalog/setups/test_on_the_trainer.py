@@ -397,6 +397,18 @@ def test_trls_defaults_are_not_transformers(read: Callable[..., Resolved]):
     assert (off.precision, off.recompute) == ("fp32", "none")
 
 
+def test_the_trainer_keeps_weights_of_16_bits(read: Callable[..., Resolved]):
+    """Only FSDP and DeepSpeed cast them to fp32. Where autocast runs LayerNorms in fp32, fp32 is counted as an upper bound."""
+    data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "bf16": True, "dtype": "bfloat16", "max_seq_length": 512}
+    assert read(data).job.recipe.precision == "bf16"
+    assert read(data, precision="bf16-mixed").job.recipe.precision == "bf16-mixed"
+    assert read(data | {"fsdp": "full_shard"}, gpus=2).job.recipe.precision == "bf16-mixed"
+    bounded = read(data | {"model_name_or_path": "gpt2"})
+    assert bounded.job.recipe.precision == "bf16-mixed"
+    assert any("autocast runs parts of this model in fp32" in note for note in bounded.notes)
+    assert read(data | {"model_name_or_path": "gpt2", "bf16": False}).job.recipe.precision == "bf16"
+
+
 @pytest.mark.parametrize(
     ("data", "expected"),
     [

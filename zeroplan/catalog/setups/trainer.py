@@ -323,16 +323,30 @@ def _precision(reading: Reading) -> None:
     reading.set("keep_logits", "compute_loss", value=False, filled=True)
     if on and reading.flags.get("engine", Setting("", "")).value == "fsdp2":
         reading.options["fsdp2.reduce_dtype"] = Setting(on[0], "param")
-    dtype = reading.table.get("torch_dtype") or reading.table.get("dtype")
+    _loaded_weights(reading)
+
+
+def _loaded_weights(reading: Reading) -> None:
+    """Read the dtype in which the model is loaded. The Trainer keeps it: weights of 16 bits are trained so, if nothing shards them.
+
+    FSDP casts trained weights to fp32, DeepSpeed has copies in fp32. fp16 cannot be trained so. Weights beside adapters are frozen.
+    """
+    table, flags, dtype = reading.table, reading.flags, _dtype_of(reading.table)
+    loaded = table.get("torch_dtype") or table.get("dtype")
     for key in ("torch_dtype", "dtype"):
-        reading.table.leave((key,))
-    if dtype not in (None, "float32", "auto") and not (
-        on and "engine" in reading.flags and reading.flags["engine"].value == "fsdp2"
-    ):
-        reading.notes.append(
-            f"weights are loaded as {shown(dtype)}; they are counted in fp32, as training with bf16 or fp16 needs them; set "
-            "--precision bf16 if they stay in 16 bits"
-        )
+        table.leave((key,))
+    engine, precision = flags.get("engine", Setting("", "")).value, flags["precision"].value
+    if dtype in ("", "float32", "auto") or (engine == "fsdp2" and precision != "fp32"):
+        return
+    own = not isinstance(table, TranslatedTable) and not _has_adapters(table)
+    if own and engine == "ddp" and dtype == "bfloat16" and precision != "fp16-mixed":
+        key = "torch_dtype" if table.data.get("torch_dtype") is not None else "dtype"
+        reading.set("precision", key, "bf16", also=() if precision == "fp32" else ("bf16-mixed",))
+        return
+    reading.notes.append(
+        f"weights are loaded as {shown(loaded)}; they are counted in fp32, as training with bf16 or fp16 needs them; set "
+        "--precision bf16 if they stay in 16 bits"
+    )
 
 
 def _batch(reading: Reading) -> None:
@@ -459,12 +473,17 @@ def _model(reading: Reading) -> None:
         reading.set("attention", "attn_implementation", words[attention])
 
 
+def _has_adapters(table: Table) -> bool:
+    uses = table.switch("use_peft")
+    return bool(uses) or (uses is None and table.count("lora_r") is not None)
+
+
 def _adapter(reading: Reading) -> None:
     """Read LoRA and QLoRA, under the keys of TRL's ModelConfig."""
     table = reading.table
-    uses, rank, targets = table.switch("use_peft"), table.count("lora_r"), table.get("lora_target_modules")
+    rank, targets = table.count("lora_r"), table.get("lora_target_modules")
     four, kind, double = table.switch("load_in_4bit"), table.text("bnb_4bit_quant_type"), table.switch("use_bnb_nested_quant")
-    if not uses and not (uses is None and rank is not None):
+    if not _has_adapters(table):
         if four:
             raise table.refused("load_in_4bit", "weights in four bits are modelled under adapters: add use_peft")
         return
