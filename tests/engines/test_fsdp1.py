@@ -96,6 +96,8 @@ TIED = job(tied=True, batch=accumulated(FEW, 2), sync_every_micro_batch=False)
 ALONE: dict[str, object] = {"backward_prefetch": "no_prefetch"}
 ADAPTED = {
     "lora": job(batch=MANY, adapter=LORA, options=VIEWS),
+    "lora, not original parameters": job(batch=MANY, adapter=LORA),
+    "lora, not original parameters, recomputed": job(batch=MANY, adapter=LORA, recompute="full"),
     "lora, recomputed": job(batch=MANY, adapter=LORA, options=VIEWS, recompute="full"),
     "lora, checkpoints around units": job(
         batch=MANY, adapter=LORA, options=VIEWS | {"checkpoints_units": True}, recompute="full", layers=10

@@ -75,10 +75,10 @@ class AdaptedMicroBatch(FlatMicroBatch):
         """Yield the moments of a block's backward. The block below is there once the first adapter, last in backward, has run."""
         points = self.plan.passes[position.run].points
         last = max((at for at, point in enumerate(points) if point.place.at is At.ADAPTER_B), default=0)
-        again = self.run_again()
+        again, arrived = self.run_again(), self.arrived_at(position)
         for at, point in enumerate(points):
             ahead = self._ahead(copies=at == last + 1) if at > last else ()
-            beside = (*again, _made(self.flat, point), *self._of_adapters(position.run), *ahead)
+            beside = (*again, *arrived[at], _made(self.flat, point), *self._of_adapters(position.run), *ahead)
             yield point.name, (point.lines, beside)
 
     @property

@@ -195,7 +195,10 @@ def flat_plan(model: ModelSpec, recipe: RecipeSpec, mesh: Mesh, batch: Batch) ->
     cut = _flattened(cut, n, aligned, whole=whole)
     tensors = tuple(_local_tensors(cut, n, aligned, views=recipe.fsdp1.use_orig_params, whole=whole))
     beside_adapters = model.vision is None or model.adapter is not None
-    autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised and beside_adapters
+    # peft casts an input to the dtype that it finds at an adapter's matrix: fp32 of this rank's shard, but in 16 bits if the matrix
+    # is not an original parameter, since torch leaves the view of the last unsharded flat parameter there.
+    found_wide = recipe.fsdp1.use_orig_params or whole or model.adapter is None
+    autocast = width.mixed and cut.is_partly_frozen and not model.is_quantised and beside_adapters and found_wide
     updated = "U" if recipe.fsdp1.use_orig_params else None  # the optimizer does not update the gaps between aligned parameters
     plan = FlatPlan(*plan_of(cut, tensors, (), model, recipe, mesh, batch, autocast=autocast, updated=updated))
     if plan.offloaded and plan.is_partly_frozen:

@@ -15,6 +15,7 @@ from zeroplan.engines.positions import Position
 from zeroplan.ledger import Kind, Line, Moment, Phase
 from zeroplan.trace import Moments, Trace, entry_of
 from zeroplan.transformer.blocks import BackwardPoint
+from zeroplan.transformer.families.tags import AT_MLP_NORM
 
 _REENTRANT = "torch 2.13, torch/utils/checkpoint.py, CheckpointFunction.backward"
 
@@ -89,8 +90,21 @@ class FlatMicroBatch(MicroBatch):
 
     def made_inside(self, position: Position) -> Iterator[tuple[str, tuple[tuple[Line, ...], ...]]]:
         """Yield the moments of a block's backward."""
-        for name, parts in super().made_inside(position):
-            yield name, (*parts, self.run_again())
+        arrived = self.arrived_at(position)
+        for at, (name, parts) in enumerate(super().made_inside(position)):
+            yield name, (*parts, self.run_again(), arrived[at])
+
+    def arrived_at(self, position: Position) -> list[tuple[Line, ...]]:
+        """Return at each point of a block's backward the gradient that arrived, where a reentrant checkpoint alone holds it.
+
+        After the norm before the MLP another tensor has the sum of both ways through the residual stream. Without such a checkpoint
+        autograd adds in place.
+        """
+        points = self.plan.passes[position.run].points
+        norm = max((at for at, point in enumerate(points) if point.place == AT_MLP_NORM), default=len(points))
+        line = buffers.flowing(self.plan, "gradient that flows into this block, which its checkpoint holds")
+        held = (line._replace(source=_REENTRANT),) if self.is_reentrant else ()
+        return [held if at > norm else () for at in range(len(points))]
 
     def _hold_gradients(self, done: tuple[int, ...], left: tuple[int, ...]) -> None:
         if self.run.reduces:
