@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from zeroplan.estimator import estimate, replayed_if_tight
 from zeroplan.job_time import time_of
-from zeroplan.memo import remembering
+from zeroplan.memo import recalled, remembering
 from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.chunked import with_more_chunks
 from zeroplan.planner.degrees import degrees
@@ -107,9 +107,9 @@ def plan(
     """
     ask = partial(_answers, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
     answers, tally, considered = ask()
-    if not answers.fits.any() and any(one.fits(base) for one in answers.found if not one.recipe.offloads):
-        # The search left offload out, because some layouts without it fit. All of these run out of memory in a replay.
-        answers, tally, considered = ask(offload_too=True)
+    if not answers.fits.any() and any(one.fits(base) for one in answers.found):
+        # All that fit run out of memory in a replay. The search may have left offload out, and layouts that need far more.
+        answers, tally, considered = ask(offload_too=True, far_too=True)
     best = _best(answers) if answers.fits.any() else None
     return Plan(
         base=base,
@@ -127,12 +127,14 @@ def plan(
 
 def _answers(
     base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None,
-    offload_too: bool = False,
+    offload_too: bool = False, far_too: bool = False,
 ) -> tuple[_Field, Tally, int]:  # fmt: skip
     """Return all layouts in order with those that fit, the rejected ones, and how many were considered."""
     room, free = _rooms(base, fixed)
     slow_too = objective == "headroom"
-    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=slow_too, offload_too=offload_too)
+    found, tally = search(
+        base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=slow_too, offload_too=offload_too, far_too=far_too
+    )
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # fewer recomputed blocks never save memory
@@ -175,7 +177,8 @@ def _that_go_through(answers: _Field) -> _Field:
     in_turn = (*answers.order[fits[answers.order]][:_QUICKEST].tolist(), *smallest[fits[smallest]].tolist())
     ran_out: list[int] = []
     for at in tuple(dict.fromkeys(in_turn))[:_REPLAYED]:
-        if replayed_if_tight(estimate(answers.layout(at).job)).fits:
+        job = answers.layout(at).job
+        if recalled(lambda job=job: (replayed_if_tight, job), lambda job=job: replayed_if_tight(estimate(job)).fits):
             left = fits if len(ran_out) < _QUICKEST else np.arange(len(fits)) == at  # quicker ones were not replayed
             break
         ran_out.append(at)

@@ -1,9 +1,11 @@
 """Computes memory and step time of every layout. The formulas run once per structure, over columns of numbers."""
 
 import gc
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -28,7 +30,7 @@ from zeroplan.spec.described import JobParts
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.padding import is_modelled_padded
-from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
+from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import may_split, shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
 from zeroplan.timeline import expected_bytes, own_pools
@@ -80,16 +82,22 @@ def search(
     inexpressible: Inexpressible | None = None,
     slow_too: bool = True,
     offload_too: bool = False,
+    far_too: bool = True,
 ) -> Searched:
     """Return the figures of every layout that some engine can start. ``base`` has the model, the GPUs and the sequence length.
 
     If nothing fits with the margin, the search also tries unusual degrees and smaller buckets. Offload costs time, so the search
     tries it only if nothing fits without it, on request (``offload_too``), or if GPUs are joined only by PCIe. ``slow_too``: also
-    pipelines that cannot be nearly as fast as a layout that fits.
+    pipelines that cannot be nearly as fast as a layout that fits. ``far_too``: also layouts that need over twice the GPU's memory
+    (:func:`_is_far`), which are always evaluated if nothing fits.
     """
     bounds = None if slow_too else Bounds(base, fixed, mfu)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds, far_too=far_too)
     with remembering(), without_garbage_collection():
-        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds), offload_too=offload_too)
+        answer = _search(space, offload_too=offload_too)
+        if far_too or any(one.fits(base) for one in answer.found):
+            return answer
+        return _search(space._replace(tally=Tally(), far_too=True), offload_too=offload_too)
 
 
 @contextmanager
@@ -195,6 +203,8 @@ class _Space(NamedTuple):
     """The rate of the fastest layout that is known to fit. [tokens/s of a GPU]"""
     bounds: Bounds | None = None
     """Upper bounds of pipelines' rates; None to evaluate slow pipelines too."""
+    far_too: bool = True
+    """Whether to evaluate layouts that are known to need over twice the GPU's memory."""
 
     def runnable(self, recipe: RecipeSpec, split: Degrees) -> _Runnable:
         """Return the layouts of a recipe that divide evenly."""
@@ -208,29 +218,65 @@ class _Space(NamedTuple):
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
-    quickest = space.quickest
+    quickest, smallest = space.quickest, sys.maxsize
     every = (
         (structure, split)
         for structure in structures(base, fixed, offload=offload, wide=space.wide)
         for split in degrees_of(structure, base, fixed, wide=space.wide)
     )
-    for structure, split in counted(sorted(every, key=_is_slow)):
+    for structure, split in counted(sorted(every, key=partial(_turn, space))):
         missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
         if missing:
             space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
             continue
         for recipe in scheduled(structure, split, fixed, base.model.num_hidden_layers):
-            for found in _evaluate_structure(space, recipe, split, quickest):
+            for found in _evaluate_structure(space, recipe, split, quickest, smallest):
                 quickest = max(quickest, found.quickest(base, fixed))
+                if recipe.engine == "megatron" and split.cp == 1:
+                    smallest = min(smallest, int(found.least_bytes.min()))
                 yield found
 
 
-def _is_slow(one: tuple[RecipeSpec, Degrees]) -> bool:
-    """Whether layouts are evaluated one by one. They come last, when the rate to beat is known."""
-    return one[0].engine != "megatron" and one[1].pp > 1
+def _turn(space: _Space, one: tuple[RecipeSpec, Degrees]) -> tuple[bool, int]:
+    """Sort key: layouts that are evaluated one by one come last, when the rate to beat is known.
+
+    Of Megatron's layouts that all need too much memory, those that split the model most come first: one of them needs least.
+    """
+    recipe, split = one
+    far = recipe.engine == "megatron" and _is_far(space, recipe)
+    return recipe.engine != "megatron" and split.pp > 1, -split.tp * split.ep if far else 0
 
 
-def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quickest: float) -> Iterator[Found]:
+def _is_far(space: _Space, recipe: RecipeSpec) -> bool:
+    """Whether all layouts of a recipe need over twice the memory, so that an answer names only those that need least.
+
+    Some rank has at least its share of all weights, gradients and Adam's states, however they are split, and the optimizer's step
+    needs all of them. Megatron has 16-bit weights and fp32 gradients beside the optimizer's twelve bytes.
+    """
+    base, fixed, width = space.base, space.fixed, widths(recipe.precision)
+    if space.far_too or recipe.offloads or recipe.fsdp2.step_in_backward or recipe.optimizer not in ADAM:
+        return False
+    if recipe.engine == "megatron":
+        each, room = 18 if fixed.megatron is None and width.mixed else 0, room_of(base)
+    else:
+        each, room = 4 * width.stored, easy_room_of(base, fixed)
+    return not base.model.is_quantised and each * trained_count(base.model) > 2 * room * base.mesh.world_size
+
+
+def _may_need_least(base: JobSpec, recipe: RecipeSpec, grid: Grid, smallest: int) -> bool:
+    """Whether a layout may need least of those that an answer names even if they do not fit. ``smallest``: Megatron's so far."""
+    if recipe.engine != "megatron":
+        return recipe.engine == "fsdp2" and grid.degrees == WHOLE
+    if grid.pp > 1 or grid.cp > 1:
+        return False
+    from zeroplan.engines.megatron import states_of_rank  # noqa: PLC0415  only this engine needs it
+
+    return bool(np.min(total_bytes(states_of_rank(0, JobParts(base.model, recipe, grid, grid)))) <= smallest)
+
+
+def _evaluate_structure(
+    space: _Space, recipe: RecipeSpec, split: Degrees, quickest: float, smallest: int
+) -> Iterator[Found]:  # fmt: skip
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, cuts = space.runnable(recipe, split)
     for rule, layouts in cuts:
@@ -239,6 +285,8 @@ def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quick
         grid = _near(space.bounds, space, recipe, grid, quickest)
     if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
         tally.cut(Rule.WEIGHTS, grid.layouts)
+    elif _is_far(space, recipe) and not _may_need_least(base, recipe, grid, smallest):
+        tally.cut(Rule.MEMORY, grid.layouts)
     elif tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid):
         tally.cut(Rule.ENGINE, grid.layouts)  # the message of the first refusal is known
     elif grid.layouts:

@@ -33,7 +33,8 @@ class MicroBatch:
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
         self._prefetched: tuple[Unit, ...] = ()
         self._kept = Computed[tuple[int, ...], Line](lambda layers: buffers.kept(plan, layers)[0])
-        self._behind = Computed[tuple[int, ...], tuple[Line, ...]](lambda layers: plan.left_behind(layers, self.left))
+        left = self.left
+        self._behind = Computed[tuple[int, ...], tuple[Line, ...]](lambda layers: plan.left_behind(layers, left))
         """Whole gradients of earlier micro-batches in so many layers of each run."""
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 

@@ -31,7 +31,7 @@ from zeroplan.engines.pipeline.waiting import Rank, highest_of_alike, sizes_of, 
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.memo import Computed, recalled
+from zeroplan.memo import recalled
 from zeroplan.spec.batch import Batch, Numbers, of_a_rank
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -106,11 +106,10 @@ class Weigher:
         plain = replace(self.here.recipe, pipeline_schedule=None, pipeline_stages_per_rank=None, pipeline_layers=None)
         self.is_plain = _is_plain(model, self.here.recipe)
         self._alike = recalled(lambda: (Weigher, plain), lambda: plain)  # one object for all that are equal
-        self._ranks = Computed["tuple[int, Numbers]", WeighedRank](lambda key: WeighedRank(self, *key))
 
     def rank(self, number: int, batch: Numbers) -> "WeighedRank":
         """Return one of the ranks with a batch."""
-        return self._ranks[number, batch]
+        return recalled(lambda: (self, number, batch), lambda: WeighedRank(self, number, batch))
 
     def least_bytes(self, number: int) -> int:
         """Return a lower bound of a rank's peak with any batch: its shards of weights, gradients and Adam's states. [bytes]
