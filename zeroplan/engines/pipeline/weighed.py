@@ -209,15 +209,22 @@ class WeighedRank:
         return any(total(waiting) > n_bytes for _, waiting, _ in self._at_most)
 
     def exceeds(self, n_bytes: int) -> bool:
-        """Whether the peak exceeds this many bytes. A bound often decides this quickly."""
-        return (self.bound_bytes is None or self.bound_bytes > n_bytes) and self.peak_bytes > n_bytes
+        """Whether the peak exceeds this many bytes. A bound often decides this quickly, or the first pass that exceeds them."""
+        if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
+            return False
+        return self._highest(pools=False, up_to=n_bytes).peak_bytes > n_bytes
 
-    def _highest(self, *, pools: bool) -> Highest:
-        """Return the peak, and the pools if requested. Skips passes whose bound is below the peak so far."""
+    def _highest(self, *, pools: bool, up_to: int = sys.maxsize) -> Highest:
+        """Return the peak, and the pools if requested; with ``up_to`` the first peak above so many bytes.
+
+        Skips passes whose bound is below the peak so far.
+        """
         if not self.of.is_plain:
             return self._by_lines
         found = _highest(self._at_the_step)
         for state, waiting, most in sorted(self._at_most, key=_most_first):
+            if found.peak_bytes > up_to:
+                break
             if most is not None and _is_below(most, found, pools=pools):
                 continue
             taken = self.worked[state.chunk].taken(state)
