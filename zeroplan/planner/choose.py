@@ -177,8 +177,7 @@ def _that_go_through(answers: _Field) -> _Field:
     in_turn = (*answers.order[fits[answers.order]][:_QUICKEST].tolist(), *smallest[fits[smallest]].tolist())
     ran_out: list[int] = []
     for at in tuple(dict.fromkeys(in_turn))[:_REPLAYED]:
-        job = answers.layout(at).job
-        if recalled(lambda job=job: (replayed_if_tight, job), lambda job=job: replayed_if_tight(estimate(job)).fits):
+        if _goes_through(answers.layout(at).job):
             left = fits if len(ran_out) < _QUICKEST else np.arange(len(fits)) == at  # quicker ones were not replayed
             break
         ran_out.append(at)
@@ -187,6 +186,11 @@ def _that_go_through(answers: _Field) -> _Field:
     left = left.copy()
     left[ran_out] = False
     return answers._replace(fits=left)
+
+
+def _goes_through(job: JobSpec) -> bool:
+    """Whether a job's replayed step has enough memory. A plan that asks twice replays it once."""
+    return recalled(lambda: (_goes_through, job), lambda: bool(replayed_if_tight(estimate(job)).fits))
 
 
 #: The most tight layouts that are replayed in the order of speed, and in total. A replay takes tenths of a second.

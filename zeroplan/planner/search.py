@@ -263,6 +263,17 @@ def _is_far(space: _Space, recipe: RecipeSpec) -> bool:
     return not base.model.is_quantised and each * trained_count(base.model) > 2 * room * base.mesh.world_size
 
 
+def _ruled_out(space: _Space, recipe: RecipeSpec, grid: Grid, smallest: int) -> Rule | None:
+    """Return the rule that rejects a whole structure before any of it is evaluated."""
+    base = space.base
+    if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, grid.degrees):
+        return Rule.WEIGHTS
+    if _is_far(space, recipe) and not _may_need_least(base, recipe, grid, smallest):
+        return Rule.MEMORY
+    engine_refuses = space.tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid)
+    return Rule.ENGINE if engine_refuses else None  # the message of the first refusal is known
+
+
 def _may_need_least(base: JobSpec, recipe: RecipeSpec, grid: Grid, smallest: int) -> bool:
     """Whether a layout may need least of those that an answer names even if they do not fit. ``smallest``: Megatron's so far."""
     if recipe.engine != "megatron":
@@ -283,12 +294,8 @@ def _evaluate_structure(
         tally.cut(rule, layouts)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
         grid = _near(space.bounds, space, recipe, grid, quickest)
-    if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
-        tally.cut(Rule.WEIGHTS, grid.layouts)
-    elif _is_far(space, recipe) and not _may_need_least(base, recipe, grid, smallest):
-        tally.cut(Rule.MEMORY, grid.layouts)
-    elif tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid):
-        tally.cut(Rule.ENGINE, grid.layouts)  # the message of the first refusal is known
+    if rule := _ruled_out(space, recipe, grid, smallest):
+        tally.cut(rule, grid.layouts)
     elif grid.layouts:
         try:
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None

@@ -212,7 +212,7 @@ class WeighedRank:
         """Whether the peak exceeds this many bytes. A bound often decides this quickly, or the first pass that exceeds them."""
         if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
             return False
-        return self._highest(pools=False, up_to=n_bytes).peak_bytes > n_bytes
+        return bool(self._highest(pools=False, up_to=n_bytes).peak_bytes > n_bytes)
 
     def _highest(self, *, pools: bool, up_to: int = sys.maxsize) -> Highest:
         """Return the peak, and the pools if requested; with ``up_to`` the first peak above so many bytes.
