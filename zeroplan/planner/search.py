@@ -294,8 +294,9 @@ def _evaluate_structure(
         tally.cut(rule, layouts)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
         grid = _near(space.bounds, space, recipe, grid, quickest)
-    if rule := _ruled_out(space, recipe, grid, smallest):
-        tally.cut(rule, grid.layouts)
+    ruled_out = _ruled_out(space, recipe, grid, smallest)
+    if ruled_out is not None:
+        tally.cut(ruled_out, grid.layouts)
     elif grid.layouts:
         try:
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
