@@ -132,13 +132,13 @@ def _answers(
     """Return all layouts in order with those that fit, the rejected ones, and how many were considered."""
     room, free = _rooms(base, fixed)
     slow_too = objective == "headroom"
-    found, tally = search(
+    found, tally, far = search(
         base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=slow_too, offload_too=offload_too, far_too=far_too
     )
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # fewer recomputed blocks never save memory
-        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
+        found = (*found, *partly_recomputed(base, found, fixed, far, mfu=mfu, inexpressible=inexpressible))
         found = (*found, *with_more_chunks(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
     layouts = field(found)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free

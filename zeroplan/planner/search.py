@@ -13,13 +13,14 @@ from numpy.typing import NDArray
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_lines
+from zeroplan.engines.passes import passes
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.reserved_shares import shares_of, with_missed
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
 from zeroplan.memo import recalled, remembering
-from zeroplan.numeric import Int, for_each_value
+from zeroplan.numeric import Int, for_each_value, weighted
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
@@ -63,11 +64,16 @@ class Found(NamedTuple):
         return float((self.grid.tokens / self.seconds)[easy].max(initial=0.0))
 
 
+#: Structures that were not evaluated because their blocks keep too many activations, and a lower bound of their memory. [bytes]
+Far = dict[tuple[RecipeSpec, tuple[object, ...]], Column]
+
+
 class Searched(NamedTuple):
     """All evaluated structures, and the rejected layouts."""
 
     found: tuple[Found, ...]
     tally: Tally
+    far: Far
 
 
 #: Returns the setting or degrees that the requested file format cannot express, in words; empty if it can express all.
@@ -92,12 +98,12 @@ def search(
     (:func:`_is_far`), which are always evaluated if nothing fits.
     """
     bounds = None if slow_too else Bounds(base, fixed, mfu)
-    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds, far_too=far_too)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, {}, bounds=bounds, far_too=far_too)
     with remembering(), without_garbage_collection():
         answer = _search(space, offload_too=offload_too)
         if far_too or any(one.fits(base) for one in answer.found):
             return answer
-        return _search(space._replace(tally=Tally(), far_too=True), offload_too=offload_too)
+        return _search(space._replace(tally=Tally(), far={}, far_too=True), offload_too=offload_too)
 
 
 @contextmanager
@@ -117,7 +123,7 @@ def faster_than(
 ) -> tuple[Found, ...]:
     """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
     bounds = Bounds(base, fixed, mfu)
-    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds, quickest=NEARLY * rate)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, {}, bounds=bounds, quickest=NEARLY * rate)
     with remembering(), without_garbage_collection():
         return tuple(_searched(space, offload=False))
 
@@ -135,7 +141,7 @@ def _search(space: "_Space", *, offload_too: bool) -> Searched:
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # to report the closest layouts
         tally = Tally()
         found += _searched(space._replace(tally=tally, wide=True, whatever_weighs=True), offload=False)
-    return Searched(tuple(found), tally)
+    return Searched(tuple(found), tally, space.far)
 
 
 def _with_whole_sequences(space: "_Space", found: Sequence[Found]) -> list[Found]:
@@ -196,6 +202,7 @@ class _Space(NamedTuple):
     inexpressible: Inexpressible | None
     known: dict[Hashable, _Runnable]
     """Runnable layouts by what they depend on. Most recipes share them."""
+    far: Far
     wide: bool = False
     """Whether to try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
@@ -248,19 +255,41 @@ def _turn(space: _Space, one: tuple[RecipeSpec, Degrees]) -> tuple[bool, int]:
 
 
 def _is_far(space: _Space, recipe: RecipeSpec) -> bool:
-    """Whether all layouts of a recipe need over twice the memory, so that an answer names only those that need least.
+    """Whether all layouts of a recipe need over twice the memory, so that an answer names only those that need least."""
+    room = room_of(space.base) if recipe.engine == "megatron" else easy_room_of(space.base, space.fixed)
+    return not space.far_too and _share_of_states(space, recipe) > 2 * room
 
-    Some rank has at least its share of all weights, gradients and Adam's states, however they are split, and the optimizer's step
-    needs all of them. Megatron has 16-bit weights and fp32 gradients beside the optimizer's twelve bytes.
+
+def _share_of_states(space: _Space, recipe: RecipeSpec) -> int:
+    """Return a lower bound of some rank's states: its share of all weights, gradients and Adam's states. [bytes]
+
+    The optimizer's step needs all of them, however they are split. Megatron has 16-bit weights and fp32 gradients beside the
+    optimizer's twelve bytes. With offload, and with options that keep less, the bound is 0.
     """
-    base, fixed, width = space.base, space.fixed, widths(recipe.precision)
-    if space.far_too or recipe.offloads or recipe.fsdp2.step_in_backward or recipe.optimizer not in ADAM:
+    base, width = space.base, widths(recipe.precision)
+    narrow = base.model.is_quantised or recipe.fsdp2.step_in_backward or recipe.optimizer not in ADAM
+    if recipe.offloads or narrow or (recipe.engine == "megatron" and not (space.fixed.megatron is None and width.mixed)):
+        return 0
+    each = 18 if recipe.engine == "megatron" else 4 * width.stored
+    return each * trained_count(base.model) // base.mesh.world_size
+
+
+def _keeps_too_much(space: _Space, recipe: RecipeSpec, grid: Grid) -> bool:
+    """Whether states and the blocks' activations need over twice the memory under DeepSpeed's stage 3.
+
+    DeepSpeed holds its states at all times. Its evaluation takes longest.
+    """
+    base = space.base
+    if space.far_too or recipe.recompute != "none" or (recipe.engine, recipe.zero_stage) != ("deepspeed", 3):
         return False
-    if recipe.engine == "megatron":
-        each, room = 18 if fixed.megatron is None and width.mixed else 0, room_of(base)
-    else:
-        each, room = 4 * width.stored, easy_room_of(base, fixed)
-    return not base.model.is_quantised and each * trained_count(base.model) > 2 * room * base.mesh.world_size
+    job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
+    kinds = passes(counted_model(base.model, recipe), recipe, grid).kinds
+    kept = grid.row(weighted([len(one.blocks) for one in kinds], [one.kept_bytes for one in kinds]))
+    least = kept + _share_of_states(space, recipe)
+    if least.min() <= 2 * easy_room_of(base, space.fixed):
+        return False
+    space.far[recipe, grid.key] = least
+    return True
 
 
 def _ruled_out(space: _Space, recipe: RecipeSpec, grid: Grid, smallest: int) -> Rule | None:
@@ -303,6 +332,9 @@ def _evaluate_structure(
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
             for program, part in _programs(base, fixed, recipe, grid) if grid.layouts else ():
+                if _keeps_too_much(space, program, part):
+                    tally.cut(Rule.MEMORY, part.layouts)
+                    continue
                 one = _once(space, program, part, ranks)
                 tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
                 if one.grid.layouts:
