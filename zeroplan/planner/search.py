@@ -299,6 +299,8 @@ def _ruled_out(space: _Space, recipe: RecipeSpec, grid: Grid, smallest: int) -> 
         return Rule.WEIGHTS
     if _is_far(space, recipe) and not _may_need_least(base, recipe, grid, smallest):
         return Rule.MEMORY
+    if grid.pp > 1 and recipe.engine == "fsdp2" and space.fixed.pp is None and _share_of_states(space, recipe) > room_of(base):
+        return Rule.MEMORY  # as in _with_room, before anything is made
     engine_refuses = space.tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid)
     return Rule.ENGINE if engine_refuses else None  # the message of the first refusal is known
 
