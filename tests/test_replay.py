@@ -455,6 +455,32 @@ def test_micro_batches_of_a_kind_are_written_and_replayed_once(options: dict[str
             assert short.on_card(room - less, settings) == long.on_card(room - less, settings)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("engine", "stage", "syncs"),
+    [
+        *(("deepspeed", stage, True) for stage in (0, 1, 2)),
+        *((name, 3 * (name == "fsdp2"), syncs) for name in ("ddp", "fsdp2") for syncs in (True, False)),
+    ],
+)
+def test_what_later_steps_repeat_is_what_they_would_write(
+    engine: str, stage: int, micro_batches: int, monkeypatch: pytest.MonkeyPatch, *, syncs: bool
+):
+    """Also where the micro-batches of a step leave gradients to its end."""
+    asked = job(model="gpt2", gpus=8, engine=engine, stage=stage, seq_len=128, grad_accum=micro_batches)
+    asked = replace(asked, recipe=replace(asked.recipe, sync_every_micro_batch=syncs))
+    repeats = list[object]()
+    monkeypatch.setattr(Log, "repeat", lambda *of, repeat=Log.repeat: repeats.append(repeat(*of)))
+    short = StepReplay(asked)
+    assert short.replayed()
+    assert repeats
+    monkeypatch.setattr(Log, "written_since", lambda *_: None)
+    long = StepReplay(asked)
+    for name in ("events", "requests", "spans", "calls", "held", "products"):
+        assert getattr(short.log, name) == getattr(long.log, name)
+    assert short.replayed() == long.replayed()
+
+
 def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
     """The replay gives the expected figure, inside a band around its own ends that is narrower than without a replay."""
     one = _job(stage=3)

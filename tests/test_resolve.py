@@ -192,3 +192,15 @@ def test_a_file_of_fsdp1_without_a_number_of_gpus_counts_a_node(said: dict[str, 
     assert (alone.job.recipe.engine, alone.job.mesh.dp_shard, on_two.job.mesh.dp_shard) == ("fsdp1", node, 2)
     assert any(f"zeroplan counts a node of {node}; add --gpus N" in note for note in alone.notes)
     assert not any("zeroplan counts" in note for note in on_two.notes)
+
+
+def test_frozen_weights_of_an_old_release_may_be_in_fp32():
+    """Releases before 5 load a model in fp32 unless its script sets torch_dtype."""
+
+    def notes(**said: object) -> str:
+        asked = Request(model="llama-3.1-8b", lora_rank=8, engine="ddp", stage=0, precision="bf16-mixed", **said)  # type: ignore[arg-type]
+        return "\n".join(resolve(asked).notes)
+
+    assert "add --lora-base fp32" in notes(transformers="4.57")
+    for said in ({}, {"transformers": "4.57", "lora_base": "fp32"}, {"transformers": "4.57", "quantize": "nf4"}):
+        assert "--lora-base" not in notes(**said)

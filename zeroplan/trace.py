@@ -9,7 +9,7 @@ are joined only when code reads them.
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, repeat
 from operator import attrgetter
 from typing import NamedTuple, cast, overload
 
@@ -33,7 +33,7 @@ class Inside:
     def totals(self) -> list[int]:
         """The total of each moment; ints, not columns. [bytes]"""
         if not self._totals:
-            self._totals = [sum(map(_n_bytes, chain.from_iterable(parts))) for _, parts in self.points]
+            self._totals = _totals(map(chain.from_iterable, [parts for _, parts in self.points]))
         return self._totals
 
     def most(self, without: Kind | None = None) -> Int:
@@ -176,10 +176,13 @@ def totals_of(entries: Sequence[Entry], without: Kind | None = None) -> list[int
     every = map(_n_bytes, chain.from_iterable(groups.values()))
     if not set(map(type, chain(every, insides))) <= {int}:
         return None
-    totals = [sum(map(_n_bytes, some)) if without is None else sum_without(some, without) for some in groups.values()]
+    totals = _totals(groups.values()) if without is None else [sum_without(some, without) for some in groups.values()]
     of_group = cast("dict[int, int]", dict(zip(groups, totals, strict=True)))
-    both = zip(keys, cast("list[int]", insides), strict=True)
-    return [sum(map(of_group.__getitem__, key), start=inside) for key, inside in both]
+    return [*map(sum, map(map, repeat(of_group.__getitem__), keys), cast("list[int]", insides))]
+
+
+def _totals(groups: Iterable[Iterable[Line]]) -> list[int]:
+    return [*map(sum, map(map, repeat(_n_bytes), groups))]
 
 
 def sum_without(lines: Iterable[Line], kind: Kind) -> Int:
@@ -286,9 +289,11 @@ class Trace:
 
     def put(self, key: Hashable, *lines: Line) -> None:
         """Allocate lines under a key. They replace, and may contain, what the key held."""
-        self.hold(key, *lines)
         if lines:
-            self._risen = True
+            self._alive[key] = lines
+            self._together, self._risen = None, True
+        elif key in self._alive:
+            self.hold(key)
 
     def hold(self, key: Hashable, *lines: Line) -> None:
         """Hold lines that are already alive, under another key or as part of something: it allocates nothing."""
@@ -312,13 +317,16 @@ class Trace:
         """Free part of what a key holds; ``lines`` stay."""
         if self._risen and key in self._alive:
             self._close()
-        self.hold(key, *lines)
+        if lines:
+            self._alive[key] = lines
+            self._together = None
+        elif key in self._alive:
+            self.hold(key)
 
     def pass_by(self, *lines: Line) -> None:
         """Allocate lines and free them at once."""
-        if lines and self.recording:
-            self._write_down(lines)
-        self._risen = self._risen and not lines
+        if lines:
+            self._close(lines)
 
     def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:  # noqa: ARG002  a log writes each of them
         """Allocate a line, which is the sum of tensors of these sizes."""
@@ -359,9 +367,8 @@ class Trace:
     def pass_through(self, inside: Inside, name: str, phase: Phase) -> None:
         """Allocate and free the lines of each of several moments, one after the other."""
         self.at(name, phase)
-        if self.recording and inside.points:
-            self._write_down(inside=inside)
-        self._risen = self._risen and not inside.points
+        if inside.points:
+            self._close(inside=inside)
 
     def rename(self, key: Hashable, new: Hashable) -> None:
         """Hold a key's lines under another key."""
@@ -384,13 +391,11 @@ class Trace:
             self._close()
         return tuple(self._entries)
 
-    def _close(self) -> None:
+    def _close(self, *beside: tuple[Line, ...], inside: Inside | None = None) -> None:
         """Record a moment after an allocation."""
-        if self.recording:
-            self._write_down()
         self._risen = False
-
-    def _write_down(self, *beside: tuple[Line, ...], inside: Inside | None = None) -> None:
+        if not self.recording:
+            return
         if self._together is None:
             self._together = tuple(filter(None, self._alive.values()))
         alive = (*self._together, *beside) if beside else self._together

@@ -27,7 +27,13 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize(
-    "said", [{"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2}, {"optim": "sgd"}], ids=str
+    "said",
+    [
+        {"bf16": True, "gradient_checkpointing": True, "gradient_accumulation_steps": 2},
+        {"optim": "sgd"},
+        {"bf16": True, "dtype": "bfloat16"},
+    ],
+    ids=str,
 )
 def test_the_estimate_of_a_trainers_arguments_agrees_with_its_dry_run(tmp_path: Path, said: dict[str, Any]):
     """The estimate leaves out that the Trainer holds all micro-batches of a step (trainer.py, get_batch_samples)."""

@@ -26,6 +26,7 @@ MODELS = (
     "gemma-2-2b",
     "gemma-3-27b",
     "gemma-4-26b-a4b",
+    "gemma-4-e2b",
     "gemma-4-e4b",
     "glm-5.2",
     "gpt-oss-120b",
@@ -42,6 +43,7 @@ MODELS = (
 )
 """The deepest model, models whose layers alternate, and those with most kinds of layers."""
 REFUSED = {
+    "gemma-4-e2b": ("fsdp1-3",),
     "gemma-4-e4b": ("fsdp1-3",),
     "glm-5.2": ("ddp-0", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3", "fsdp1-3"),
     "llama-3.2-90b-vision": ("deepspeed-3", "fsdp1-3"),
@@ -49,15 +51,13 @@ REFUSED = {
 """Engines and stages that zeroplan does not model for a model."""
 CASES = [(model, *one) for model in MODELS for one in ENGINES if "{}-{}".format(*one) not in REFUSED.get(model, ())]
 MOST = 12_000
-MORE = {("gemma-4-e4b", "fsdp2"): 18_500}
-"""Eight kinds of layers in 42, so that FSDP2's program walks through all of them."""
 
 
 @pytest.mark.parametrize(("model", "engine", "stage"), CASES)
 def test_an_estimate_takes_a_millisecond(model: str, engine: str, stage: int) -> None:
     one = job(model=model, gpus=64, engine=engine, stage=stage)
     estimate(one)
-    assert calls_of(lambda: estimate(one)) < MORE.get((model, engine), MOST)
+    assert calls_of(lambda: estimate(one)) < MOST
 
 
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)

@@ -14,7 +14,7 @@ from unittest import mock
 
 import pytest
 
-from tests.simulated import on_the_fake_gpu
+from tests.simulated import in_a_process_of_its_own
 from zeroplan import SpecError, job
 from zeroplan.export.files import export
 from zeroplan.verify.replaced import replaced
@@ -47,7 +47,7 @@ def test_a_script_with_tensor_and_context_parallelism_trains(tmp_path: Path):
     for there, instead in SAID.items():
         assert there in text
         text = text.replace(there, instead)
-    printed, calls = on_the_fake_gpu(_run, text, tmp_path)
+    printed, calls = in_a_process_of_its_own(_run, text, tmp_path)
     assert "step 1 of 1" in printed
     assert calls["all_to_all", 2] == 2 * 2 * 2  # 2 micro-batches x 2 layers x 2
 

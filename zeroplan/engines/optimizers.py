@@ -20,6 +20,7 @@ from zeroplan.engines.published_optimizers import (
     DENOMINATORS,
     PUBLISHED,
     TORCH,
+    Counting,
     Held,
     Needs,
     beside_matrices,
@@ -29,6 +30,7 @@ from zeroplan.engines.published_optimizers import (
 )
 from zeroplan.errors import SpecError
 from zeroplan.ledger import Kind, Line
+from zeroplan.memo import Computed
 from zeroplan.numeric import Int, added_up, maximum, weighted, where
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl, RecipeSpec
 from zeroplan.transformer.parameters import Layout
@@ -289,7 +291,9 @@ def state_lines(
         lines.append(Line(Kind.OPTIMIZER_STATE, there, "quantization maps", f"{one.tables}·min(1, U_256)", one.source))
     if one.shared is not None:
         lines.append(sized(Kind.OPTIMIZER_STATE, 8, one.shared(tensors), shampoo.PAIRS, shampoo.INDICES, "U_x"))
-    count = added_up(where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat for tensor in tensors)
+    count = added_up(
+        [where(tensor.numel > 0, tensor.repeat, 0) if tensor.may_be_empty else tensor.repeat for tensor in tensors]
+    )
     return (*lines, *step_counters(optimizer, impl, count))
 
 
@@ -306,9 +310,10 @@ def managed_lines(optimizer: Optimizer, tensors: Sequence[LocalTensor], element_
 def _held_lines(
     one: Needs, states: tuple[Held, ...], tensors: Sequence[LocalTensor], element_bytes: int, symbol: str
 ) -> Iterator[Line]:
+    repeats = [tensor.repeat for tensor in tensors]
+    counted = Computed[Counting, Int](lambda count: weighted(repeats, map(count, tensors)))
     for held in states:
-        count = held.narrow if held.narrow is not None and element_bytes == 2 else held.units
-        units = weighted([tensor.repeat for tensor in tensors], map(count, tensors))
+        units = counted[held.narrow if held.narrow is not None and element_bytes == 2 else held.units]
         width = held.width or held.alike * element_bytes
         named = symbol if held.symbol == "U" else held.symbol
         yield sized(Kind.OPTIMIZER_STATE, width, units, held.what, one.source, named)

@@ -7,6 +7,7 @@ every dtype of the tensor; the others keep the tensor's dtype unless they quanti
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.engines import dion, shampoo
@@ -107,9 +108,8 @@ _OF_TORCHAO = ("paper", "ddp", "fsdp2", "deepspeed")
 _COMPILED = "torch 2.13, torch/_inductor: buffers of torchao's step as it is compiled; its kernels were not run"
 
 
-def elements(tensor: "LocalTensor") -> Int:
-    """Return the elements of a tensor."""
-    return tensor.numel
+elements: Counting = attrgetter("numel")
+"""Returns the elements of a tensor."""
 
 
 def of_matrices(tensor: "LocalTensor") -> Int:

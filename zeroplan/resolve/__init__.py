@@ -42,7 +42,7 @@ from zeroplan.spec.recipe import (
     RecipeSpec,
     Stage,
 )
-from zeroplan.spec.releases import release_of
+from zeroplan.spec.releases import loads_in_fp32, release_of
 from zeroplan.spec.vision import TEXT_PART, VISION_PARTS
 from zeroplan.units import GIB, parse_count
 
@@ -139,6 +139,7 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     model, model_notes = _complete_model(read, extra)
     request, config_notes, config_keys = _with_deepspeed_config(read, model, chosen)
     request, liger_note = (request, "") if read.setup.kind is None else _liger(request, model)
+    request, dtype_note = _under_autocast(request, model, read)
     if read.setup.kind == "automodel":
         request = _in_stages(_automodel(request, model), model.num_hidden_layers, *read.setup.layers_per_stage)
     request, imbalance_note = _with_imbalance(request, model)
@@ -154,9 +155,10 @@ def resolve(request: Request, *, extra: Path | None = None, chosen: Sequence[str
     complete, padding_note = with_padding(complete, padded=request.padded, varying=varying, trainer_pads=read.setup.pads)
     ignored = tuple(_ignored_options(complete.recipe))  # before the program's own modules change options
     complete, program_notes = _with_program_of_setup(read, complete, chosen)
-    notes = (  # first the one that may say that the answer is too low
-        *_without_fused_attention(complete), kernels_note, *model_notes, seq_note, lengths_note, padding_note, imbalance_note,
-        liger_note, *read.notes, *program_notes, *config_notes,
+    notes = (  # first those that may say that the answer is too low
+        _loaded_in_fp32(complete, request), *_without_fused_attention(complete), kernels_note, *model_notes, seq_note,
+        lengths_note, padding_note, imbalance_note,
+        liger_note, dtype_note, *read.notes, *program_notes, *config_notes,
         "" if varying is not None and varying.batching.way != "padded" else beyond_positions(complete),
         *ignored, gpus_note, _wide_adapters(complete.model), _of_stacked(complete.model, read.setup.kind),
     )  # fmt: skip
@@ -525,6 +527,25 @@ def _liger(request: Request, model: ModelSpec) -> tuple[Request, str]:
     return replace(request, fused_kernels=",".join(others) or None), note
 
 
+def _under_autocast(request: Request, model: ModelSpec, read: SetupRead) -> tuple[Request, str]:
+    """Return a Trainer's request with weights in fp32 if autocast widens what its weights of 16 bits compute, and a note.
+
+    Autocast runs LayerNorm, a router's sums and parts of linear attention in fp32, which ``--precision bf16`` does not count.
+    Models with RMSNorms and gated MLPs have no such parts: dry runs of the Trainer need what ``bf16`` says.
+    """
+    setting = read.setup.flags.get("precision") if read.setup.kind == "trainer" else None
+    plain = model.traits.gated and not (
+        model.traits.layer_norms or model.moe or model.linear or model.per_layer or model.vision
+    )
+    if plain or setting is None or request.precision != "bf16" or "bf16-mixed" not in setting.also:
+        return request, ""
+    note = (
+        f"{setting.key} loads weights in 16 bits; they are counted in fp32, an upper bound: autocast runs parts of this "
+        "model in fp32, which --precision bf16 does not count"
+    )
+    return replace(request, precision="bf16-mixed"), note
+
+
 def _automodel(request: Request, model: ModelSpec) -> Request:
     """Return the request of a file of NeMo AutoModel with the kernels and checkpoints that its model of the family has.
 
@@ -600,6 +621,19 @@ def _of_stacked(model: ModelSpec, kind: str | None) -> str:
     return (
         "peft 0.21 refuses lora_dropout above 0 in adapters of all experts of a layer; set it to 0. The job is counted with "
         "dropout in the other adapters"
+    )
+
+
+def _loaded_in_fp32(job: JobSpec, request: Request) -> str:
+    """Return a note if the release loads the frozen weights in fp32 unless the script says otherwise, and nobody said so."""
+    adapter, recipe = job.model.adapter, job.recipe
+    if adapter is None or adapter.quantize != "none" or request.lora_base or recipe.engine not in ("ddp", "fsdp2"):
+        return ""
+    if not (recipe.precision.endswith("mixed") and loads_in_fp32(recipe.transformers)):
+        return ""
+    return (
+        f"transformers {recipe.transformers} loads a model in fp32 unless its script sets torch_dtype; frozen weights are "
+        "counted in 16 bits: if your script does not set it, add --lora-base fp32"
     )
 
 

@@ -264,6 +264,9 @@ def _in_the_family(model: ModelSpec, adapter: AdapterSpec, recipe: RecipeSpec) -
     yield not set(model.adapted_layers) <= set(ATTENTION) and "adapters in experts", "targets 'attention'"
 
 
+_LOADED_NARROW = "base 'compute', as if the model were loaded in 16 bits (a script's or file's dtype: bfloat16)"
+
+
 def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, str]]:
     """Yield what is not modelled for adapters of families unlike Llama under autocast, and what to use instead.
 
@@ -276,7 +279,7 @@ def _under_autocast(model: ModelSpec, this: str) -> Iterator[tuple[str | bool, s
     beside = model.linear is not None or model.has_experts or "C" in model.letters
     wide = model.upcasts_norms and beside
     yield wide and model.is_quantised and f"{few_bits}, and all else in fp32,", "upcast 'none', or precision 'bf16'"
-    yield wide and not model.is_quantised and f"frozen weights in fp32 of {this} under autocast", "base 'compute'"
+    yield wide and not model.is_quantised and f"frozen weights in fp32 of {this} under autocast", _LOADED_NARROW
 
 
 def engine_at(stage: Stage, engine: Engine) -> Engine:

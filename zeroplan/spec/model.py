@@ -1,6 +1,7 @@
 """The model's shape, with the names of a Hugging Face ``config.json``."""
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Literal, Protocol
 
 from zeroplan.errors import NoFormulasError, SpecError
@@ -305,6 +306,7 @@ class ModelSpec(Spec):
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))
         return repeated[: self.num_hidden_layers]
 
+    @lru_cache(maxsize=256)  # noqa: B019  as many models as other caches keep
     def of_kind(self, kind: str) -> "ModelSpec":
         """Return the model with the heads that its layers of this kind have, and the width of their MLP.
 

@@ -100,6 +100,15 @@ def release_of(text: str | None) -> Release:
     )
 
 
+def loads_in_fp32(text: str | None) -> bool:
+    """Whether a release loads a model in fp32 unless ``torch_dtype`` says otherwise: before 5.0 (``from_pretrained``).
+
+    >>> loads_in_fp32("4.57"), loads_in_fp32("5.0"), loads_in_fp32(None)
+    (True, False, False)
+    """
+    return text is not None and text.startswith("4.")
+
+
 def within(text: str) -> bool:
     """Whether a release is between the oldest and the newest that were read.
 

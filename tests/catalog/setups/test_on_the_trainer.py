@@ -374,9 +374,39 @@ def test_trls_yaml_is_trainers_keys(read: Callable[..., Resolved]):
     assert (job.model.adapter.rank, job.batch.seq_len, job.recipe.reentrant) == (8, 1024, False)
     assert not any("not known" in note for note in notes)
     assert any("num_generations=8 takes memory that is not counted" in one for one in read(data | {"num_generations": 8}).notes)
+    assert job.model.adapter.base == "fp32"
+    assert any("TRL loads the model in fp32" in note for note in notes)
+    narrow = read(data | {"dtype": "bfloat16"}, gpus=2)
+    assert narrow.job.model.adapter is not None
+    assert narrow.job.model.adapter.base == "compute"
+    assert any("counted in 16 bits, too low" in note for note in read(data | {"use_dora": True}).notes)
     pairs, why, *_ = read(data | {"beta": 0.1})
     assert pairs.batch.micro_batch_size == 8
     assert any("beta makes the training step a part of a loop" in note for note in why)
+
+
+def test_trls_defaults_are_not_transformers(read: Callable[..., Resolved]):
+    """TRL computes in bf16 and recomputes unless a file says otherwise (trl/trainer/base_config.py)."""
+    data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "per_device_train_batch_size": 4, "max_length": 1024}
+    plain, trls = read(data).job.recipe, read(data | {"packing": True})
+    assert (plain.precision, plain.recompute) == ("fp32", "none")
+    assert (trls.job.recipe.precision, trls.job.recipe.recompute) == ("bf16-mixed", "full")
+    assert [any(f"{key} is left out: it is on in TRL" in note for note in trls.notes)
+            for key in ("bf16", "gradient_checkpointing")] == [True, True]  # fmt: skip
+    off = read(data | {"packing": True, "bf16": False, "gradient_checkpointing": False}).job.recipe
+    assert (off.precision, off.recompute) == ("fp32", "none")
+
+
+def test_the_trainer_keeps_weights_of_16_bits(read: Callable[..., Resolved]):
+    """Only FSDP and DeepSpeed cast them to fp32. Where autocast runs LayerNorms in fp32, fp32 is counted as an upper bound."""
+    data = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "bf16": True, "dtype": "bfloat16", "max_seq_length": 512}
+    assert read(data).job.recipe.precision == "bf16"
+    assert read(data, precision="bf16-mixed").job.recipe.precision == "bf16-mixed"
+    assert read(data | {"fsdp": "full_shard"}, gpus=2).job.recipe.precision == "bf16-mixed"
+    bounded = read(data | {"model_name_or_path": "gpt2"})
+    assert bounded.job.recipe.precision == "bf16-mixed"
+    assert any("autocast runs parts of this model in fp32" in note for note in bounded.notes)
+    assert read(data | {"model_name_or_path": "gpt2", "bf16": False}).job.recipe.precision == "bf16"
 
 
 @pytest.mark.parametrize(

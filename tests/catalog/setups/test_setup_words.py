@@ -163,9 +163,9 @@ def test_the_trainers_optimizer_keeps_what_its_arguments_ask_for(args: str, opti
 
 
 def test_the_trainers_notes():
-    found = trainer({"auto_find_batch_size": True, "torch_dtype": "bfloat16", "bf16": True, "accelerator_config": "mine.json"})
+    found = trainer({"auto_find_batch_size": True, "torch_dtype": "float16", "fp16": True, "accelerator_config": "mine.json"})
     loaded = (
-        "weights are loaded as 'bfloat16'; they are counted in fp32, as training with bf16 or fp16 needs them; set "
+        "weights are loaded as 'float16'; they are counted in fp32, as training with bf16 or fp16 needs them; set "
         "--precision bf16 if they stay in 16 bits"
     )
     assert found.notes == (

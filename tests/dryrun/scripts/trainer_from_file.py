@@ -26,5 +26,6 @@ class Padded(small_llama.Tokens):
 
 
 tokens = Padded(Namespace(vocab=config.vocab_size, seq=said.pop("max_length")))
-model = AutoModelForCausalLM.from_config(config, attn_implementation=said.pop("attn_implementation"))
+dtype = getattr(torch, said.pop("dtype", "float32"))
+model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=said.pop("attn_implementation"))
 Trainer(model=model, args=TrainingArguments(**said), train_dataset=tokens).train()

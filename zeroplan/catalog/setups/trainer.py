@@ -170,6 +170,22 @@ def _key_of_sft(table: Table) -> str | None:
     return found or ("loss_type" if set(_losses(table)) & {"nll", "chunked_nll", "dft"} else None)
 
 
+#: Keys that only TRL's ModelConfig and its trainers' arguments have (TRL 1.10, trl/trainer/model_config.py).
+_OF_TRL = ("use_peft", "lora_r", "lora_target_modules", "num_generations", "use_vllm", "max_completion_length")
+_TRLS_BF16 = "bf16 is left out: it is on in TRL since 0.19; add bf16: false for earlier releases"
+_TRLS_RECOMPUTATION = (
+    "gradient_checkpointing is left out: it is on in TRL since 0.22; add gradient_checkpointing: false for earlier releases"
+)
+
+
+def _is_of_trl(table: Table) -> bool:
+    """Return whether the arguments are TRL's, whose defaults differ from transformers' (TRL 1.10, trl/trainer/base_config.py)."""
+    if isinstance(table, TranslatedTable):
+        return False
+    own = any(table.data.get(key) is not None for key in _OF_TRL)
+    return own or _key_of_dpo(table) is not None or _key_of_sft(table) is not None
+
+
 def _compiled(table: Table, reading: Reading) -> None:
     """Read torch.compile, which any of three keys turns on (training_args.py, __post_init__); some modes capture CUDA graphs."""
     keys = ("torch_compile", "torch_compile_mode", "torch_compile_backend")
@@ -299,21 +315,46 @@ def _precision(reading: Reading) -> None:
         raise SpecError(f"{reading.table.where} has both bf16 and fp16; the Trainer takes one of them")
     if on:
         reading.set("precision", on[0], f"{on[0]}-mixed", also=("bf16",) if on == ["bf16"] else ())
+    elif reading.table.switch("bf16") is None and _is_of_trl(reading.table):
+        on = ["bf16"]
+        reading.set("precision", "bf16", "bf16-mixed", filled=True, note=_TRLS_BF16)
     else:
         reading.set("precision", "neither bf16 nor fp16", "fp32", filled=True)
     reading.set("keep_logits", "compute_loss", value=False, filled=True)
     if on and reading.flags.get("engine", Setting("", "")).value == "fsdp2":
         reading.options["fsdp2.reduce_dtype"] = Setting(on[0], "param")
-    dtype = reading.table.get("torch_dtype") or reading.table.get("dtype")
+    _loaded_weights(reading)
+
+
+def _loaded_weights(reading: Reading) -> None:
+    """Read the dtype in which the model is loaded. The Trainer keeps it: weights of 16 bits are trained so, if nothing shards them.
+
+    FSDP casts trained weights to fp32, DeepSpeed has copies in fp32. fp16 cannot be trained so. Weights beside adapters are frozen.
+    """
+    table, flags, dtype = reading.table, reading.flags, _dtype_of(reading.table)
+    loaded = table.get("torch_dtype") or table.get("dtype")
     for key in ("torch_dtype", "dtype"):
-        reading.table.leave((key,))
-    if dtype not in (None, "float32", "auto") and not (
-        on and "engine" in reading.flags and reading.flags["engine"].value == "fsdp2"
-    ):
-        reading.notes.append(
-            f"weights are loaded as {shown(dtype)}; they are counted in fp32, as training with bf16 or fp16 needs them; set "
-            "--precision bf16 if they stay in 16 bits"
-        )
+        table.leave((key,))
+    engine, precision = flags.get("engine", Setting("", "")).value, flags["precision"].value
+    own = not isinstance(table, TranslatedTable) and not _has_adapters(table)
+    if own and engine == "ddp" and precision == "bf16-mixed" and (dtype == "auto" or not (dtype or _is_of_trl(table))):
+        reading.notes.append(_AS_STORED)
+    if dtype in ("", "float32", "auto") or (engine == "fsdp2" and precision != "fp32"):
+        return
+    if own and engine == "ddp" and dtype == "bfloat16" and precision != "fp16-mixed":
+        key = "torch_dtype" if table.data.get("torch_dtype") is not None else "dtype"
+        reading.set("precision", key, "bf16", also=() if precision == "fp32" else ("bf16-mixed",))
+        return
+    reading.notes.append(
+        f"weights are loaded as {shown(loaded)}; they are counted in fp32, as training with bf16 or fp16 needs them; set "
+        "--precision bf16 if they stay in 16 bits"
+    )
+
+
+_AS_STORED = (
+    "transformers 5 loads the model in the dtype of its files, and weights are counted in fp32: add --precision bf16 if the files "
+    "are in 16 bits"
+)
 
 
 def _batch(reading: Reading) -> None:
@@ -349,6 +390,8 @@ def _recomputation(reading: Reading) -> None:
             reading.set("reentrant", f"{on[0]}_kwargs", reentrant, filled=True)
         elif reentrant:
             reading.notes.append(_HELD)
+    elif not given and _is_of_trl(reading.table):
+        reading.set("recompute", keys[0], "full", filled=True, note=_TRLS_RECOMPUTATION)
     else:
         reading.set("recompute", given[0] if given else keys[0], "none", filled=not given)
 
@@ -438,12 +481,17 @@ def _model(reading: Reading) -> None:
         reading.set("attention", "attn_implementation", words[attention])
 
 
+def _has_adapters(table: Table) -> bool:
+    uses = table.switch("use_peft")
+    return bool(uses) or (uses is None and table.count("lora_r") is not None)
+
+
 def _adapter(reading: Reading) -> None:
     """Read LoRA and QLoRA, under the keys of TRL's ModelConfig."""
     table = reading.table
-    uses, rank, targets = table.switch("use_peft"), table.count("lora_r"), table.get("lora_target_modules")
+    rank, targets = table.count("lora_r"), table.get("lora_target_modules")
     four, kind, double = table.switch("load_in_4bit"), table.text("bnb_4bit_quant_type"), table.switch("use_bnb_nested_quant")
-    if not uses and not (uses is None and rank is not None):
+    if not _has_adapters(table):
         if four:
             raise table.refused("load_in_4bit", "weights in four bits are modelled under adapters: add use_peft")
         return
@@ -470,6 +518,29 @@ def _adapter(reading: Reading) -> None:
         if kind not in (None, "nf4"):
             raise table.refused("bnb_4bit_quant_type", "use nf4")
         reading.set("quantize", "load_in_4bit", "nf4-double" if double else "nf4")
+    _frozen_weights(reading)
+
+
+def _dtype_of(table: Table) -> str:
+    """Return the dtype in which the file says that the model is loaded; empty if it says nothing."""
+    return str(table.data.get("dtype") or table.data.get("torch_dtype") or "").rpartition(".")[2]
+
+
+def _frozen_weights(reading: Reading) -> None:
+    """Read whether frozen weights stay in fp32, TRL's default. DeepSpeed casts them, and other programs load them in 16 bits."""
+    table, flags, dtype = reading.table, reading.flags, _dtype_of(reading.table)
+    own = not isinstance(table, TranslatedTable) and reading.deepspeed is None and not table.switch("load_in_8bit")
+    if not own or "quantize" in flags or dtype not in ("", "float32") or not str(flags["precision"].value).endswith("mixed"):
+        return
+    if flags["engine"].value not in ("ddp", "fsdp2") or table.switch("use_dora"):
+        reading.notes.append(_IN_16_BITS)
+        return
+    key = "torch_dtype" if table.data.get("torch_dtype") is not None else "dtype"
+    reading.set("lora_base", key, "fp32", filled=not dtype, note="" if dtype else _TRLS_DTYPE)
+
+
+_TRLS_DTYPE = "dtype is left out: TRL loads the model in fp32, and frozen weights keep it; with dtype: bfloat16 they take half"
+_IN_16_BITS = "TRL loads this model in fp32, but frozen weights are counted in 16 bits, too low; dtype: bfloat16 loads them so"
 
 
 def _whole_modules(reading: Reading) -> None:
@@ -480,10 +551,8 @@ def _whole_modules(reading: Reading) -> None:
     table = reading.table
     key = next((one for one in ("lora_modules_to_save", "modules_to_save") if one in table.matters), None)
     engine = "deepspeed" if reading.deepspeed else reading.flags["engine"].value
-    dtype = str(table.data.get("dtype") or table.data.get("torch_dtype") or "").rpartition(".")[2]
-    narrow = (
-        isinstance(table, TranslatedTable) or dtype in ("bfloat16", "float16") or reading.flags["precision"].value == "fp32"
-    )
+    narrow = isinstance(table, TranslatedTable) or reading.flags["precision"].value == "fp32"
+    narrow = narrow or _dtype_of(table) in ("bfloat16", "float16")
     if key is None or engine not in ("fsdp2", "deepspeed", *(["ddp"] if narrow else [])):
         return
     modules = table.data[key]

@@ -116,9 +116,9 @@ def reduce_output_width(plan: Plan) -> int:
     return plan.reduce_bytes + (0 if plan.reduce_bytes == plan.width.stored else plan.width.stored)
 
 
-def flowing(plan: Plan, reason: str, layer: int | None = None) -> Line:
-    """Return one gradient of the hidden state: the text's, or a vision tower's at one of its layers."""
-    if layer is not None and layer < plan.tower_layers:
+def flowing(plan: Plan, reason: str, *, in_tower: bool = False) -> Line:
+    """Return one gradient of the hidden state: the text's, or a vision tower's."""
+    if in_tower:
         return Line(Kind.ACTIVATION_GRADIENTS, plan.head.tower_bytes, reason, "", FLOWING)
     return Line(Kind.ACTIVATION_GRADIENTS, plan.head.hidden_bytes, reason, plan.head.hidden_formula, FLOWING)
 

@@ -1,5 +1,6 @@
 """The groups of ``fully_shard``: which parameters each has, and each rank's chunks of them."""
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache, partial
 from itertools import zip_longest
@@ -211,7 +212,7 @@ def _of_a_rank(parameters: tuple[Parameter, ...], n: Int, tp: int, ep: int) -> I
 def group_of(parameters: tuple[Parameter, ...], n: Int, symbol: str) -> Group:
     """Return one unit of these parameters, split into ``n`` ranks' chunks."""
     shard = added_up([ceil_div(rows, n) * width for rows, width in _widths_by_rows(parameters)])
-    sizes = tuple([parameter.numel for parameter in parameters])
+    sizes = tuple([math.prod(parameter.shape) for parameter in parameters])
     twice = (2,) * len(sizes)
     adapted = tuple([0 if parameter.frozen else 2 for parameter in parameters])
     alone = cast_one_by_one(sizes), cast_one_by_one(sizes, fetched=twice), cast_one_by_one(sizes, fetched=adapted)
@@ -261,7 +262,7 @@ def chunk(parameter: Parameter, repeat: int, *, n: Int, tp: int, ep: int, in_blo
     """
     rows, *rest = parameter.shape
     if ep == 1 or not _is_expert(parameter):
-        return LocalTensor((ceil_div(rows, n), *rest), repeat, in_block, ranks=n, rows=rows)
+        return LocalTensor((-(-rows // n), *rest), repeat, in_block, ranks=n, rows=rows)
     narrow, ranks = _is_narrow(rows, n * tp, ep), n * tp // ep
     split = where(narrow, rest[0] // ranks, rest[0])
     return LocalTensor((where(narrow, rows, ceil_div(rows, ranks)), split, *rest[1:]), repeat, in_block)

@@ -43,7 +43,8 @@ def reduced(plan: Plan, layers: tuple[int, ...], outside: tuple[Group, ...] = ()
     apart = plan.replicated * (plan.several if is_the_shard else 1)
     words = "R·M" if is_the_shard else "R"
     shards_held = shards_formula(plan.reduce_bytes, layers, plan.trained_kinds, outside=sum_of("P", outside))
-    held = apart * plan.reduce_bytes * plan.trained_shards(layers, outside)
+    alone = isinstance(apart, int) and not apart
+    held = 0 if alone else apart * plan.reduce_bytes * plan.trained_shards(layers, outside)
     return (
         shards,
         Line(Kind.REDUCE, held, "all-reduces over replicas, held until backward ends", f"{words}·{shards_held}", _REPLICAS),

@@ -220,7 +220,7 @@ class Plan(NamedTuple):
     @property
     def trained_symbol(self) -> str:
         """The symbol of the padded trained parameters in formulas."""
-        return "P_trained" if self.is_partly_frozen else "P"
+        return "P" if self.trained_blocks is self.blocks else "P_trained"
 
     def trained_shards(self, layers: tuple[int, ...], outside: tuple[Group, ...] = ()) -> Int:
         """Return this rank's chunks of the trained parameters in these layers of each run, and in units outside them. [elements]"""

@@ -8,14 +8,13 @@ requests, where they are separate (:mod:`zeroplan.engines.requests.fsdp2`).
 """
 
 from collections.abc import Callable, Hashable
-from itertools import islice
+from itertools import repeat
 from typing import TYPE_CHECKING, TypeAlias
 
 from zeroplan.engines.fsdp2 import lines
 from zeroplan.engines.fsdp2.groups import Ends, Group, ParamGroup, param_groups
 from zeroplan.engines.fsdp2.plan import Plan
-from zeroplan.ledger import Among, Line, Phase
-from zeroplan.numeric import Int
+from zeroplan.ledger import Line, Phase
 from zeroplan.trace import Inside, Trace
 
 if TYPE_CHECKING:
@@ -47,15 +46,13 @@ class Unit:
     def __init__(self, name: str | int, parts: Parts) -> None:
         """``name``: the name of the unit in moments; its layer in a log of requests."""
         self.name, self.parts = name, parts
-        self.gathered = self._keys("gathered")
+        named = repeat(name), range(len(parts.groups))
+        self.gathered: tuple[Hashable, ...] = tuple(zip(repeat("gathered"), *named))
         """The key of each group's all-gather buffer."""
-        self.unsharded = self._keys("unsharded")
+        self.unsharded: tuple[Hashable, ...] = tuple(zip(repeat("unsharded"), *named))
         """The key of each group's unsharded parameters."""
-        self.smaller = self._keys("smaller")
+        self.smaller: tuple[Hashable, ...] = tuple(zip(repeat("smaller"), *named))
         """The key of each group's smaller shard, if ``reshard_after_forward`` is a number."""
-
-    def _keys(self, what: str) -> tuple[Hashable, ...]:
-        return tuple([(what, self.name, index) for index, _ in enumerate(self.parts.groups)])
 
 
 class EndUnits:
@@ -83,7 +80,7 @@ class Units:
         self.root = Unit("the root group", Parts(plan, plan.root, plan.trained_root, "the root group's"))
         self.ends = None if plan.ends is None else EndUnits(plan, plan.ends)
         self.blocks = [Parts(plan, *groups) for groups in zip(plan.blocks, plan.trained_blocks, strict=True)]
-        self.layers = tuple((position, Unit(position.name, self.blocks[position.run])) for position in plan.walk)
+        self.layers = tuple([(position, Unit(position.name, self.blocks[position.run])) for position in plan.walk])
         self.made: dict[object, tuple[Line, ...]] = {}
         self.inside: dict[object, Inside] = {}
 
@@ -113,7 +110,7 @@ class Runtime:
 
     def pre_forward(self, unit: Unit) -> None:
         """``FSDPState._pre_forward``: gather and copy out each group."""
-        for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
+        for index, group in enumerate(() if self.memory.has(unit.unsharded[0]) else unit.parts.groups):
             more = "" if index + 1 == len(unit.parts.groups) else ", experts not yet"
             self.memory.at(f"forward: gathering {unit.name}{more}", Phase.FORWARD)
             self.all_gather(unit, index)
@@ -121,7 +118,7 @@ class Runtime:
             if self._is_newer:
                 self.release_parked()
             self.copy_out(unit, index, group)
-            self.release_parked()  # in 2.13 a local of wait_for_unshard holds it until here
+            self.memory.drop("parked")  # in 2.13 a local of wait_for_unshard holds it until here
             self.memory.rename(unit.gathered[index], "parked")
 
     def release_parked(self) -> None:
@@ -152,11 +149,12 @@ class Runtime:
         """``FSDPState._pre_backward``: gather a unit unless it was prefetched, copy it out, then prefetch the unit below."""
         if self.plan.reshard is False:
             self.hold_unsharded(unit)
-        for index, group in enumerate(() if self.is_unsharded(unit) else unit.parts.groups):
+        for index, group in enumerate(() if self.memory.has(unit.unsharded[0]) else unit.parts.groups):
             self.all_gather(unit, index)
             self.copy_out(unit, index, group)
             self.memory.drop(unit.gathered[index])
-        self.memory.drop(*unit.smaller)
+        if self.plan.reshard is not True:
+            self.memory.drop(*unit.smaller)
         if below is not None:
             self._gather_groups_ahead(below, len(unit.parts.groups))  # only a unit of several groups prefetches several
 
@@ -172,10 +170,9 @@ class Runtime:
 
     def _gather_groups_ahead(self, unit: Unit, most: int) -> None:
         """``FSDPParamGroup._backward_prefetch``: gather at most so many groups of a unit, a block's experts first."""
-        if self.plan.reshard is False or self.is_unsharded(unit):
+        if self.plan.reshard is False or self.memory.has(unit.unsharded[0]):
             return
-        last_first = reversed(range(len(unit.parts.groups)))
-        for index in islice(last_first, most):
+        for index, _ in [*enumerate(unit.parts.groups)][::-1][:most]:
             self.all_gather(unit, index, ahead=True)
 
     def all_gather(self, unit: Unit, index: int, *, ahead: bool = False) -> None:
@@ -205,19 +202,8 @@ class Runtime:
         self.memory.pass_by(casting(group))
 
     def _request_buffer(self, unit: Unit, index: int, *, ahead: bool) -> None:
-        group = unit.parts.groups[index]
-        (line,) = self._once(lines.gathered_ahead if ahead else lines.gather_buffer, group)
-        self.memory.put(unit.gathered[index], line)
-        self.memory.call("all_gather", line.n_bytes, self.ranks_of(unit, index), self.among(group))
-
-    @staticmethod
-    def among(group: ParamGroup) -> Among:
-        """Return the ranks that share a group's parameters."""
-        return Among.SHARDS_OF_EXPERTS if group.are_experts else Among.SHARDS
-
-    def ranks_of(self, unit: Unit, index: int) -> Int:
-        """Return the number of ranks that gather a group."""
-        return unit.parts.groups[index].ranks
+        make = lines.gathered_ahead if ahead else lines.gather_buffer
+        self.memory.put(unit.gathered[index], *self._once(make, unit.parts.groups[index]))
 
     def copy_out(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """``foreach_all_gather_copy_out``: copy every parameter to its own memory."""
@@ -226,12 +212,14 @@ class Runtime:
 
             self.memory.pass_by(casting_late(group))
         self.memory.put(unit.unsharded[index], *self._once(lines.unsharded, group))
-        self.memory.pass_by(*self._once(lines.copying_out, unit.parts.group, group))
+        if copies := self._once(lines.copying_out, unit.parts.group, group):
+            self.memory.pass_by(*copies)
 
     # --- gradients ------------------------------------------------------------------------------------------------------
 
     def post_backward(self, unit: Unit) -> None:
         """``FSDPParamGroup.post_backward``: reshard a group and reduce its gradients; a block's experts first."""
+        last = len(unit.parts.trained) - 1
         for index, group in self.order_of_reductions(unit):
             experts = " the experts of" if group.are_experts else ""
             self.memory.at(f"backward: reducing{experts} {unit.name}", Phase.BACKWARD)
@@ -239,11 +227,12 @@ class Runtime:
             if not self.reduces:
                 self.keep_whole(unit, index)
                 continue
-            if index == len(unit.parts.trained) - 1:
+            if index == last:
                 self.drop_reduce_inputs()
             if group.of.numel:
                 self.foreach_reduce(unit, index, group)
-        self.memory.drop("shard of the experts")
+        if last:
+            self.memory.drop("shard of the experts")
 
     def order_of_reductions(self, unit: Unit) -> list[tuple[int, ParamGroup]]:
         """Return a unit's groups in the order of their reductions: as autograd's hooks run, the last first."""

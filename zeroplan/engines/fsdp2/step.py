@@ -31,10 +31,12 @@ class MicroBatch:
     def __init__(self, plan: Plan, trace: Trace, units: Units) -> None:
         self.plan, self.trace, self.run = plan, trace, Runtime(plan, trace, units.made)
         self.root, self.ends, self.layers, self._inside = units.root, units.ends, units.layers, units.inside
-        self._prefetched: tuple[Unit, ...] = ()
+        self._prefetched: list[Unit] = []
         self._kept = Computed[tuple[int, ...], Line](lambda layers: buffers.kept(plan, layers)[0])
-        self._behind = Computed[tuple[int, ...], tuple[Line, ...]](lambda layers: plan.left_behind(layers, self.left))
-        """Whole gradients of earlier micro-batches in so many layers of each run."""
+        self._flowing = Computed[tuple[str, bool], Line](
+            lambda key: buffers.flowing(plan, f"gradient that flows {key[0]} this block", in_tower=key[1])
+        )
+        """The gradient that flows into or out of a block, by the direction and whether it is the vision tower's."""
         self._keeps_input = any(line.tag.role is Role.BLOCK_INPUT for line in plan.head.shared)
 
     def _depth(self, *, backward: bool) -> int:
@@ -90,9 +92,10 @@ class MicroBatch:
 
     def blocks_forward(self) -> None:
         """Run every block from the first to the last."""
+        units, depth = [unit for _, unit in self.layers], self._depth(backward=False)
         for at, (position, unit) in enumerate(self.layers):
             self.trace.recording = position.is_corner
-            self._prefetched = tuple([one for _, one in self.layers[at + 1 : at + 1 + self._depth(backward=False)]])
+            self._prefetched = units[at + 1 : at + 1 + depth]
             if position.layer == self.plan.first_ahead:
                 self.trace.put("predictions", *self.plan.head.ahead.beside, *buffers.experts_ahead(self.plan))
             self._block_forward(position, unit)
@@ -114,9 +117,11 @@ class MicroBatch:
         trace = self.trace
         self.keep(position.before)
         trace.shrink("still unsharded", *self.unsharded_beside(position, backward=False))
-        trace.put("input", *self.pass_of(position).checkpoint)
+        if checkpoint := self.pass_of(position).checkpoint:
+            trace.put("input", *checkpoint)
         self.enter(unit)
-        trace.drop("input")
+        if checkpoint:
+            trace.drop("input")
         if position.is_corner:
             trace.at(f"forward of {position.name}", Phase.FORWARD)
             trace.pass_by(*self.inside_forward(position))
@@ -137,7 +142,8 @@ class MicroBatch:
     def enter(self, unit: Unit) -> None:
         """Gather a block for its forward."""
         self.run.pre_forward(unit)
-        self._prefetch()
+        for one in self._prefetched:
+            self.run.prefetch(one)
 
     def leave(self, position: Position, unit: Unit) -> None:
         """Reshard a block after its forward. :meth:`unsharded_beside` counts parameters that stay unsharded."""
@@ -155,7 +161,7 @@ class MicroBatch:
 
     def unsharded_beside(self, position: Position, *, backward: bool) -> tuple[Line, ...]:  # noqa: ARG002  a stage needs it
         """Return the parameters of other blocks that are unsharded while this one runs, or their smaller shards."""
-        return buffers.still_unsharded(self.plan, position.before)
+        return () if self.plan.reshard is True else buffers.still_unsharded(self.plan, position.before)
 
     def loss(self) -> None:
         """End the root's forward after the loss, or before a chunked loss or a loss in the training loop."""
@@ -231,13 +237,13 @@ class MicroBatch:
             made = outside.made_before_blocks(self.plan), *buffers.cast_early(self.plan)
             self.trace.shrink("root gradients", *made)
         self.trace.put("left by predictions", *self.plan.head.ahead.left)
+        units, depth = [unit for _, unit in self.layers], self._depth(backward=True)
         for at in reversed(range(len(self.layers))):
             position, unit = self.layers[at]
             if not self.plan.passes[position.run].points:
                 break
-            below = self.layers[at - 1][1] if at else self.below_blocks
-            lowest = max(0, at - self._depth(backward=True))
-            self._prefetched = tuple([one for _, one in reversed(self.layers[lowest : max(0, at - 1)])])
+            below = units[at - 1] if at else self.below_blocks
+            self._prefetched = units[at - depth if at > depth else 0 : at - 1][::-1] if at else []
             self.trace.recording = position.is_corner
             if position.layer == self.plan.tower_layers - 1:
                 outside.backward_of_the_projector(self.plan, self.trace)
@@ -252,14 +258,17 @@ class MicroBatch:
         self.keep(position.before)
         trace.shrink("still unsharded", *self.unsharded_beside(position, backward=True))
         trace.at(f"backward: unsharding {position.name}", Phase.BACKWARD)
-        trace.hold(unit.smaller[0], *lines.own_smaller_shard(self.plan, unit.parts.group))
+        if self.plan.reshard is not True:
+            trace.hold(unit.smaller[0], *lines.own_smaller_shard(self.plan, unit.parts.group))
         trace.put("entering", *one.kept(again), *self.flows_in(position))
         self.enter_backward(unit, below)
         trace.drop("entering")
-        trace.hold("checkpoint", *(() if again == "none" else one.checkpoint_in_backward))
+        if again != "none":
+            trace.hold("checkpoint", *one.checkpoint_in_backward)
         if position.is_corner:
             trace.pass_through(self.inside_backward(position), f"backward of {position.name}", Phase.BACKWARD)
-        trace.drop("checkpoint")
+        if again != "none":
+            trace.drop("checkpoint")
         self.end_block(position, unit)
 
     def inside_backward(self, position: Position) -> Inside:
@@ -282,24 +291,21 @@ class MicroBatch:
     def flows_in(self, position: Position) -> tuple[Line, ...]:
         """Return the gradient that arrives at a block's end, and what layers above have left beside it."""
         beside = self.plan.passes[position.run].arriving
-        return (buffers.flowing(self.plan, "gradient that flows into this block", position.layer), *beside)
+        return (self._flowing["into", position.layer < self.plan.tower_layers], *beside)
 
     def enter_backward(self, unit: Unit, below: Unit | None) -> None:
         """Gather a block for its backward, and prefetch the one below."""
         self.run.pre_backward(unit, below)
-        self._prefetch()
-
-    def _prefetch(self) -> None:
-        """Gather the blocks that this one prefetches explicitly."""
         for one in self._prefetched:
             self.run.prefetch(one)
 
     def gradients_so_far(self, position: Position) -> None:
         """Hold the shards of the blocks above, and earlier micro-batches' gradients of the others."""
-        own = tuple([count + (run == position.run) for run, count in enumerate(position.before)])
         shards = outside.reduced(self.plan, position.after, () if self.ends is None else self.ends.reduced)
         self.trace.shrink("shards", *shards)
-        self.trace.shrink("left", *self._behind[own])
+        if not self.plan.recipe.sync_every_micro_batch:
+            own = tuple([count + (run == position.run) for run, count in enumerate(position.before)])
+            self.trace.shrink("left", *self.plan.left_behind(own, self.left))
 
     def end_block(self, position: Position, unit: Unit) -> None:
         """Reduce a block's gradients after its backward."""
@@ -307,12 +313,9 @@ class MicroBatch:
         is_last = not position.layer and not plan.is_partly_frozen and self.ends is None
         if is_last:  # tensors that only blocks need are freed with the last block
             trace.shrink("shared", *plan.head.at_embedding, *plan.head.before)
-        trace.shrink("left", *self._behind[position.before])
-        trace.hold(
-            "leaving",
-            buffers.flowing(plan, "gradient that flows out of this block", position.layer),
-            *one.leaving,
-        )
+        if not plan.recipe.sync_every_micro_batch:
+            trace.shrink("left", *plan.left_behind(position.before, self.left))
+        trace.hold("leaving", self._flowing["out of", position.layer < plan.tower_layers], *one.leaving)
         self.run.post_backward(unit)
         trace.drop("leaving")
 

@@ -153,7 +153,7 @@ def of_units(
     ``calls``: how often a step gathers them in forward and in backward, and reduces them. ``ranks``: those that share them.
     """
     for call in _of_units(plan, groups, name, calls, ranks, replicas):
-        yield call._replace(is_root=is_root)
+        yield call._replace(is_root=True) if is_root else call
 
 
 def _of_units(

@@ -38,9 +38,8 @@ class Step(WholePass):
             self.log.request("first bucket", n_bytes, kind, "the reducer's first bucket")
         self.optimizer.begin(self.log, self.tensors)
 
-    def before_forward(self) -> None:
+    def before_micro_batch(self) -> None:
         """``Reducer::rebuild_buckets``, in the second forward."""
-        super().before_forward()
         if self.begins or self.recipe.sync_every_micro_batch:
             self.log.call_all(buffers_sent(self.job.model, self.job.recipe, 1, self.ranks))
         self.begins = self.last

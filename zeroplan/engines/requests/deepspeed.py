@@ -125,9 +125,8 @@ class Step(WholePass):
         flat, master, *_ = weights_of(self.job)
         return flat, *(way_back(self.job) if self.offloads else (master,))
 
-    def before_forward(self) -> None:
+    def before_micro_batch(self) -> None:
         """Release the tensors of the last step's optimizer (``zero_grad``)."""
-        super().before_forward()
         self.log.release("taken", "view")
 
     def after_backward(self) -> None:

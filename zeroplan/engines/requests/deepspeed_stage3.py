@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable
 from functools import lru_cache
+from typing import cast
 
 from zeroplan.engines.deepspeed import optimizer_impl
 from zeroplan.engines.deepspeed.abandoned import abandoned_states
@@ -18,7 +19,7 @@ from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.optimizer import Update
 from zeroplan.engines.requests.whole import OneByOne
 from zeroplan.engines.rows import Placed, numel
-from zeroplan.ledger import Kind, Phase
+from zeroplan.ledger import Kind, Line, Phase
 from zeroplan.numeric import ceil_div, round_up
 from zeroplan.spec.job import JobSpec
 from zeroplan.transformer.families.requested import Thing
@@ -27,8 +28,6 @@ from zeroplan.transformer.families.tape import Do
 _GATHERS, _REDUCES = 1, 2
 """Numbers of the streams for gathers and for bucket reductions with ``overlap_comm``."""
 _FP64 = 8
-_DECIDING = 2
-"""The first passes, in which the coordinator records the modules and decides the releases."""
 Ends = tuple[tuple[int, Freed], ...]
 """Modules whose parameters may be released where a module ends, each with its step."""
 
@@ -101,12 +100,19 @@ class Step(OneByOne):
         )  # fmt: skip
 
     def kind_of(self, micro: int) -> Hashable:
-        """From the third pass on the coordinator has decided everything, and only the place in the step matters."""
-        return None if self.passes < _DECIDING else (micro > 0, self.last)
+        """After the first pass, the coordinator decides alike: the place in the step matters, and whether parameters persist."""
+        return (micro > 0, self.last, self.step > 0 or self.passes > 1) if self.passes else None
 
-    def after_repeat(self) -> None:
+    @property
+    def state(self) -> dict[int, int]:
+        """The second partitions still to be made. The coordinator's decisions stand."""
+        return dict(self.second)
+
+    def after_repeat(self, state: object) -> None:
         """Count the pass."""
         self.passes, self.micro = self.passes + 1, self.micro + 1
+        if self.micro == 1:  # later passes make none
+            self.second = dict(cast("dict[int, int]", state))
 
     def before_forward(self) -> None:
         """Begin a pass of the coordinator, with the root module and the model in it."""
@@ -324,10 +330,8 @@ class Step(OneByOne):
         self._partition_all()
         groups = groups_of(job.whole, self.options.sub_group_size, self.ranks)
         log.call_all(numbers_sharded(self.recipe, self.ranks, len(groups)))
-        for each in () if self.offloads else job.whole.placed:
-            n_bytes = _FP64 * ceil_div(numel(each), self.ranks)
-            log.request("norm", n_bytes, Kind.OPTIMIZER_TEMPORARY, "share of a gradient in fp64")
-            log.release("norm")
+        sizes = [_FP64 * ceil_div(numel(each), self.ranks) for each in (() if self.offloads else job.whole.placed)]
+        log.one_after_another(Line(Kind.OPTIMIZER_TEMPORARY, 0, "share of a gradient in fp64"), sizes)
         for update, group in zip(self.optimizers, groups, strict=False):
             self._step_of(update, group.elements, joined=group.parameters > 1)
         self._gather_persistent()

@@ -18,7 +18,7 @@ from zeroplan.engines.optimizers import LocalTensor
 from zeroplan.engines.requests.log import Log
 from zeroplan.engines.requests.units import UnitPass
 from zeroplan.ledger import Among, Kind
-from zeroplan.numeric import Int
+from zeroplan.memo import Computed
 from zeroplan.spec.batch import Batch, of_a_rank
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.mesh import Mesh
@@ -47,6 +47,7 @@ class Cutting:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.n, self.tp, self.ep = plan, int(plan.n), plan.tp, int(plan.ep)
+        self.chunk = Computed(self._chunk)
 
     def sizes(self, parameters: tuple[Parameter, ...]) -> tuple[Sizes, ...]:
         """Return the sizes of a unit's groups. Expert parallelism puts the experts in a second group."""
@@ -65,9 +66,9 @@ class Cutting:
 
     def shard(self, parameter: Parameter) -> int:
         """This rank's chunk of a parameter. [elements]"""
-        return math.prod(self.chunk(parameter))
+        return math.prod(self.chunk[parameter])
 
-    def chunk(self, parameter: Parameter) -> tuple[int, ...]:
+    def _chunk(self, parameter: Parameter) -> tuple[int, ...]:
         """Return the shape of this rank's chunk."""
         one = chunk(parameter, 1, n=self.n, tp=self.tp, ep=self.ep, in_block=True)
         return tuple(map(int, one.shape))
@@ -78,8 +79,8 @@ class Cutting:
 
     def request_shards(self, log: Log, parameters: list[Parameter]) -> None:
         """Request this rank's chunks of all parameters."""
-        for one in parameters:
-            log.request("shards", self.width(one) * self.shard(one), Kind.PARAMETERS, "this rank's chunk of a parameter")
+        sizes = [self.width(one) * self.shard(one) for one in parameters]
+        log.put_all("shards", [(n_bytes, Kind.PARAMETERS, "this rank's chunk of a parameter", False) for n_bytes in sizes])
 
 
 GATHERS, REDUCES = 1, 2
@@ -107,6 +108,10 @@ class Step(UnitPass):
         """Request shards, and build the optimizer on them."""
         self.tensors = self.request_shards()
         self.optimizer.begin(self.log, self.tensors)
+
+    def kind_of(self, micro: int) -> Hashable:
+        """Only gradients of earlier micro-batches, and of earlier steps if they outlive them, make a difference."""
+        return micro > 0 or (self.plan.outlive and self.step > 0), self.last
 
     def update(self) -> None:
         """Run the optimizer's step, then ``zero_grad``."""
@@ -137,7 +142,7 @@ class Step(UnitPass):
         updated = [one for one in trained if is_stepped(one, self.model.adapter)]
         chunk, n = self.cutting.chunk, self.plan.n
         return [
-            LocalTensor(chunk(one), in_block=id(one) in inside, ranks=n, rows=one.shape[0], replicas=self.replicas)
+            LocalTensor(chunk[one], in_block=id(one) in inside, ranks=n, rows=one.shape[0], replicas=self.replicas)
             for one in updated
         ]
 
@@ -150,9 +155,16 @@ class Step(UnitPass):
             super().all_gather(unit, index, ahead=ahead)
             self.log.stream = 0
 
-    def ranks_of(self, unit: Unit, index: int) -> Int:
-        """Return the number of ranks that gather a group."""
-        return self.plan.reshard if self.log.has(unit.smaller[index]) else super().ranks_of(unit, index)
+    def _request_buffer(self, unit: Unit, index: int, *, ahead: bool) -> None:
+        super()._request_buffer(unit, index, ahead=ahead)
+        group, key = unit.parts.groups[index], unit.gathered[index]
+        ranks = self.plan.reshard if self.log.has(unit.smaller[index]) else group.ranks
+        self.log.call("all_gather", self.log.bytes_of(key), ranks, self.among(group))
+
+    @staticmethod
+    def among(group: ParamGroup) -> Among:
+        """Return the ranks that share a group's parameters."""
+        return Among.SHARDS_OF_EXPERTS if group.are_experts else Among.SHARDS
 
     def request_chunk(self, unit: Unit, index: int, *, ahead: bool) -> None:  # noqa: ARG002  moments need it
         """Copy the chunk from host memory, if it is there, and cast it, parameter by parameter."""
@@ -308,7 +320,7 @@ class Step(UnitPass):
         self.log.release("all-reduced")
         for unit in self.every_unit if self.plan.is_partly_frozen else ():  # what no gradient has reached
             self.reshard(unit)
-            self.log.release(*self.keys("gathered", unit), *self.keys("smaller", unit))
+            self.log.release(*unit.gathered, *unit.smaller)
 
     def foreach_reduce(self, unit: Unit, index: int, group: ParamGroup) -> None:
         """Reduce a group. A local of its loop over several ranks' chunks holds the last gradient until it returns."""

@@ -24,6 +24,10 @@ class Request(NamedTuple):
     is_scratch: bool = False
 
 
+Piece: TypeAlias = tuple[int, Kind, str, bool]
+"""What a request does not share with its neighbours: its bytes, kind and reason, and whether it is scratch."""
+
+
 class Call(NamedTuple):
     """One collective: its largest buffer in bytes, its ranks, the number of deeds before it, and the group."""
 
@@ -48,6 +52,8 @@ class Part(NamedTuple):
 
     start: tuple[int, int, int, int]
     stop: tuple[int, int, int, int]
+    left: tuple[tuple[Hashable, tuple[int, ...]], ...]
+    """Its requests that it does not release, by key."""
 
 
 class Log:
@@ -76,7 +82,7 @@ class Log:
         self.products: dict[str, int] = {}
         """The deed of the first matrix product in forward and backward, where cuBLAS allocates its workspace."""
         self.repeated: dict[int, Part] = {}
-        """Parts that were written again, by the deed at which they begin again."""
+        """Parts that were written again and release what they request, by the deed at which they begin again."""
         self.held: dict[Hashable, list[int]] = {}
         """Indices of each key's requests. A program that runs alternately with others has its own dictionary while it runs."""
 
@@ -90,11 +96,13 @@ class Log:
         return len(self.events), len(self.requests), len(self.spans), len(self.calls)
 
     def written_since(self, start: tuple[int, int, int, int]) -> Part | None:
-        """Return what was written since; None if it cannot be repeated: it waits, or its requests and releases are not the same."""
-        events, own = self.events[start[0] :], range(start[1], len(self.requests))
-        released = [-1 - event for event in events if event < 0]
-        waits = any(at >= start[0] for at in self.waits) or any(place in own for place in self.marked)
-        return None if waits or sorted(released) != [*own] else Part(start, self.ends)
+        """Return what was written since; None if it cannot be repeated: it waits, or it releases what was there before."""
+        first, events = start[1], self.events[start[0] :]
+        places = {key: tuple([place for place in held if place >= first]) for key, held in self.held.items()}
+        left = tuple([(key, own) for key, own in places.items() if own])
+        gone = sorted([-1 - event for event in events if event < 0] + [place for _, own in left for place in own])
+        waits = any(at >= start[0] for at in self.waits) or any(place >= first for place in self.marked)
+        return None if waits or gone != [*range(first, len(self.requests))] else Part(start, self.ends, left)
 
     def stretches(self, *cuts: int) -> Iterator[tuple[int, int, Part | None]]:
         """Yield the log in stretches, each with its first event, its end, and the part that it is a copy of, or that was copied.
@@ -115,12 +123,15 @@ class Log:
         """Write a part again, in another step."""
         (event, request, span, call), (later, more, _, _) = part.start, self.ends
         later, more, calls = later - event, more - request, len(self.calls) - call
-        self.repeated[len(self.events)] = part
+        if not part.left:
+            self.repeated[len(self.events)] = part
         self.events += [one + more if one >= 0 else one - more for one in self.events[event : part.stop[0]]]
         self.requests += self.requests[request : part.stop[1]]
         again = self.spans[span : part.stop[2]]
         self.spans += [Span(step, one.phase, one.start + later, one.calls + calls) for one in again]
         self.calls += [one._replace(start=one.start + later) for one in self.calls[call : part.stop[3]]]
+        for key, places in part.left:
+            self.held.setdefault(key, []).extend([place + more for place in places])
 
     def call(self, operation: str, n_bytes: Int, ranks: Int, among: Among = Among.SHARDS) -> None:
         """Record a collective, if it has several ranks and a payload."""
@@ -144,6 +155,16 @@ class Log:
             )  # quicker
             self.events.append(place)
             self.held.setdefault(key, []).append(place)
+
+    def write(self, made: Iterable[Piece], deeds: Iterable[int], places: list[int]) -> None:
+        """Write requests and releases of a program that releases its tensors itself; ``places`` of its requests grow.
+
+        ``deeds``: the number of a request within the program, or ``-1 - number`` of a released one.
+        """
+        layer, stream, new, first = self.layer, self.stream, tuple.__new__, len(self.requests)
+        self.requests += [new(Request, (size, kind, reason, layer, stream, scratch)) for size, kind, reason, scratch in made]
+        places += range(first, len(self.requests))
+        self.events += [places[deed] if deed >= 0 else -1 - places[-1 - deed] for deed in deeds]
 
     def mark(self, key: Hashable) -> None:
         """Mark everything under a key as used by another stream (``record_stream``)."""
@@ -185,10 +206,15 @@ class Log:
         self.put("passing", *lines)
         self.release("passing")
 
-    def put_each(self, key: Hashable, line: Line, sizes: Sequence[int]) -> None:
+    def put_each(self, key: Hashable, line: Line, sizes: Iterable[int]) -> None:
         """Request tensors of these sizes, whose sum is the line."""
-        for n_bytes in sizes:
-            self.request(key, n_bytes, line.kind, line.reason)
+        self.put_all(key, [(n_bytes, line.kind, line.reason, False) for n_bytes in sizes])
+
+    def put_all(self, key: Hashable, tensors: Iterable[Piece]) -> None:
+        """Request tensors."""
+        if made := [one for one in tensors if one[0]]:
+            places = self.held.setdefault(key, [])
+            self.write(made, range(len(places), len(places) + len(made)), places)
 
     def one_after_another(self, line: Line, sizes: Sequence[int], operation: str = "", ranks: Int = 1) -> None:
         """Request and release tensors of these sizes in sequence, each for a collective if given. The largest is the line."""

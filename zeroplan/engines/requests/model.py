@@ -24,7 +24,7 @@ from zeroplan.transformer.recomputed import first_recomputed, layout_by_recomput
 
 ENDING = -2
 """The layer number of the modules after the blocks."""
-_OF_MODULES = frozenset({Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE})
+_OF_MODULES = (Do.ENTER, Do.LEAVE, Do.RETURN, Do.DONE)
 
 
 class ModelPass:
@@ -74,8 +74,8 @@ class ModelPass:
         self.casts: dict[tuple[int, Thing], list[Hashable]] = {}
         """Autocast's copies of a layer's weights by their elements, the latest last."""
         self.step, self.last = 0, True
-        self._parts: dict[Hashable, Part] = {}
-        """Micro-batches that can be written again, by :meth:`kind_of`."""
+        self._parts: dict[Hashable, tuple[Part, object]] = {}
+        """Micro-batches that can be written again, by :meth:`kind_of`, with the engine's state after them."""
         self.is_before_head = self.is_in_model = False
         self.has_begun = False
         """Whether the first micro-batch has run."""
@@ -94,9 +94,8 @@ class ModelPass:
 
     def request_parameters(self, width: int, *, trained: bool = True) -> None:
         """Request all parameters whole, or only frozen ones. Frozen ones beside adapters have the compute dtype or four bits."""
-        for one in self.parameters:
-            if trained or one.frozen:
-                self.log.request("parameters", self._bytes_of(one, width), Kind.PARAMETERS, "a parameter")
+        sizes = [self._bytes_of(one, width) for one in self.parameters if trained or one.frozen]
+        self.log.put_all("parameters", [(n_bytes, Kind.PARAMETERS, "a parameter", False) for n_bytes in sizes])
         self.request_scales(self.parameters)
 
     def _bytes_of(self, one: Parameter, width: int) -> int:
@@ -140,15 +139,18 @@ class ModelPass:
 
     def _micro_batch(self, step: int, micro: int) -> None:
         self.step, self.last = step, micro + 1 == self.per_step
+        self.log.begin(step, Phase.FORWARD)
+        self.before_micro_batch()
         kind, start = self.kind_of(micro), self.log.ends
-        if (part := self._parts.get(kind)) is not None:
+        if kind in self._parts:
+            part, state = self._parts[kind]
             self.log.repeat(part, step)
-            self.after_repeat()
+            self.after_repeat(state)
             return
         self.forward()
         self.backward()
-        if kind is not None and (part := self.log.written_since(start)) is not None:
-            self._parts[kind] = part
+        if kind is not None and (found := self.log.written_since(start)) is not None:
+            self._parts[kind] = found, self.state
 
     # --- what an engine does ------------------------------------------------------------------------------------------------
 
@@ -156,8 +158,16 @@ class ModelPass:
         """Return what micro-batches with the same requests have in common; None for a micro-batch that is like no other."""
         return None
 
-    def after_repeat(self) -> None:
-        """Count a micro-batch whose requests were copied from an earlier one."""
+    @property
+    def state(self) -> object:
+        """What the engine keeps in mind after a micro-batch."""
+        return None
+
+    def after_repeat(self, state: object) -> None:
+        """Keep in mind a micro-batch whose requests were copied from an earlier one; ``state`` was the engine's after that."""
+
+    def before_micro_batch(self) -> None:
+        """Run first of all, even if what follows is copied from an earlier micro-batch."""
 
     def begin(self) -> None:
         """Build the model and the optimizer."""
@@ -219,7 +229,6 @@ class ModelPass:
     def forward(self) -> None:
         """Run the embedding, all blocks and the loss."""
         log = self.log
-        log.begin(self.step, Phase.FORWARD)
         self.before_forward()
         log.layer = -1
         self.take_batch()
@@ -273,20 +282,21 @@ class ModelPass:
             self.log.release(("hidden", layer - 1))
 
     def _play(self, layer: int, sized: Sized, *, forward: bool) -> None:
-        """Write a program. Until a matrix product that is awaited, requests are the engine's concern, too (:meth:`_do`)."""
+        """Write a program. Until a matrix product that is awaited, each request is the engine's concern, too (:meth:`_do`)."""
         waits = self.is_in_model or self.is_before_head or ("forward" if forward else "backward") not in self.log.products
-        ends, log, requests, releases = self._ends(layer, sized), self.log, Do.REQUEST, Do.RELEASE
-        for one in sized.forward if forward else sized.backward:
-            do, thing, size, pieces, kind, reason, _, _, is_scratch = one
-            if waits or not (do is requests or do is releases):
+        ends, log = self._ends(layer, sized), self.log
+        if waits:
+            for one in sized.forward if forward else sized.backward:
                 self._do(layer, one, ends, forward=forward)
-                continue
-            key = ends.get(thing, (layer, thing))
-            if do is releases:
-                log.release(key)
-            else:
-                for _ in range(pieces):
-                    log.request(key, size, kind, reason, is_scratch=is_scratch)
+            return
+        places = [] if forward else [place for thing in sized.saved for place in log.held.pop((layer, thing))]
+        for made, deeds, kept, then in sized.stretches[not forward]:
+            if deeds:
+                log.write(made, deeds, places)
+            for thing, number in kept:
+                log.held.setdefault(ends.get(thing, (layer, thing)), []).append(places[number])
+            if then is not None:
+                self._do(layer, then, ends, forward=forward)
 
     def _do(self, layer: int, one: Instruction, ends: dict[Thing, Hashable], *, forward: bool) -> None:
         do, thing, size, pieces, kind, reason, multiplies, sends, is_scratch = one

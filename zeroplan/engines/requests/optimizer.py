@@ -12,8 +12,9 @@ from zeroplan.engines.optimizers import (
     step_counters,
     step_temporary_lines,
 )
-from zeroplan.engines.requests.log import Log
+from zeroplan.engines.requests.log import Log, Piece
 from zeroplan.ledger import Among, Kind, Line
+from zeroplan.memo import Computed
 from zeroplan.numeric import Int
 from zeroplan.spec.recipe import Optimizer, OptimizerImpl
 
@@ -28,8 +29,9 @@ class Update:
         """``width``: bytes of an element of the updated tensors."""
         self.optimizer, self.impl, self.width = optimizer, impl, width
         self.has_states = False
-        self._of_states: dict[LocalTensor, tuple[Line, ...]] = {}
-        self._of_steps: dict[LocalTensor, tuple[Line, ...]] = {}
+        self._of_states = Computed(self._states)
+        self._temporaries: list[Piece] = []
+        """The temporaries of a step; with copies of tensors, one copy of each."""
 
     def begin(self, log: Log, tensors: Tensors) -> None:
         """Build the optimizer on these tensors."""
@@ -38,26 +40,27 @@ class Update:
 
     def make_states(self, log: Log, tensors: Tensors) -> None:
         """Request the states of these tensors, unless they exist."""
-        for tensor in () if self.has_states else _each(tensors):
-            log.put("states", *self._states(tensor))
-        if needs_of(self.optimizer).tables and not self.has_states:  # all tensors share them
-            maps = state_lines(self.optimizer, self.impl, list(_each(tensors)), self.width)[-1]
-            log.put("states", maps)
+        if self.has_states:
+            return
+        every = list(_each(tensors))
+        log.put_all("states", _pieces([line for tensor in every for line in self._of_states[tensor]]))
+        if needs_of(self.optimizer).tables:  # all tensors share them
+            log.put("states", state_lines(self.optimizer, self.impl, every, self.width)[-1])
         self.has_states = True
 
     def step(self, log: Log, tensors: Tensors) -> None:
-        """Run one step over these tensors."""
+        """Run one step over these tensors, the same in every step."""
         self.make_states(log, tensors)
         if self.optimizer == "muon":
             self._step_of_muon(log, list(_each(tensors)))
             return
         copies = foreach_copies(self.optimizer, self.impl)
-        for _ in range(copies):
-            for tensor in _each(tensors):
-                (line,) = self._temporaries(tensor)
-                log.put("temporaries", line._replace(n_bytes=line.n_bytes // copies))
-        if not copies:
-            log.put("temporaries", *step_temporary_lines(self.optimizer, self.impl, list(_each(tensors)), self.width))
+        if not self._temporaries:
+            every, of = list(_each(tensors)), Computed(self._of_step)
+            lines = [of[tensor,][0] for tensor in every] if copies else self._of_step(tuple(every))
+            self._temporaries = _pieces(lines, copies or 1)
+        for _ in range(copies or 1):
+            log.put_all("temporaries", self._temporaries)
         log.release("temporaries")
 
     def _step_of_muon(self, log: Log, tensors: list[LocalTensor]) -> None:
@@ -78,19 +81,17 @@ class Update:
         log.release("temporaries")
 
     def _states(self, tensor: LocalTensor) -> tuple[Line, ...]:
-        """Return the states of one tensor, cached because layers have tensors of the same shapes."""
-        if tensor not in self._of_states:
-            held = zip(
-                state_lines(self.optimizer, self.impl, (tensor,), self.width), needs_of(self.optimizer).states, strict=False
-            )
-            lines = [line._replace(n_bytes=line.n_bytes // one.alike) for line, one in held for _ in range(one.alike)]
-            self._of_states[tensor] = (*lines, *step_counters(self.optimizer, self.impl, 1))
-        return self._of_states[tensor]
+        """Return the states of one tensor."""
+        held = zip(state_lines(self.optimizer, self.impl, (tensor,), self.width), needs_of(self.optimizer).states, strict=False)
+        lines = [line._replace(n_bytes=line.n_bytes // one.alike) for line, one in held for _ in range(one.alike)]
+        return *lines, *step_counters(self.optimizer, self.impl, 1)
 
-    def _temporaries(self, tensor: LocalTensor) -> tuple[Line, ...]:
-        if tensor not in self._of_steps:
-            self._of_steps[tensor] = step_temporary_lines(self.optimizer, self.impl, (tensor,), self.width)
-        return self._of_steps[tensor]
+    def _of_step(self, tensors: tuple[LocalTensor, ...]) -> tuple[Line, ...]:
+        return step_temporary_lines(self.optimizer, self.impl, tensors, self.width)
+
+
+def _pieces(lines: Iterable[Line], copies: int = 1) -> list[Piece]:
+    return [(int(line.n_bytes // copies), line.kind, line.reason, False) for line in lines]
 
 
 def _each(tensors: Tensors) -> Iterable[LocalTensor]:

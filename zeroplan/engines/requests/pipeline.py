@@ -115,6 +115,7 @@ class StageStep(fsdp2.Step):
     def forward_of(self, micro_batch: int) -> None:
         """Run a micro-batch forward, and hold the stage's output."""
         self.log.held = self.in_flight[micro_batch] = Held(self.of_stage)
+        self.log.begin(self.step, Phase.FORWARD)
         self.forward()
         self.log.release("parked")
 

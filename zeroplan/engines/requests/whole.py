@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Hashable
+from typing import cast
 
 from zeroplan.engines.collecting import GradientPlan
 from zeroplan.engines.requests.log import Log
@@ -54,6 +55,19 @@ class WholePass(OneByOne):
     def __init__(self, job: JobSpec, log: Log, plan: GradientPlan) -> None:
         super().__init__(job, log, plan.whole)
         self.gradients = plan.program(log, self.ranks)
+
+    def kind_of(self, micro: int) -> Hashable:
+        """Only gradients of earlier micro-batches make a difference."""
+        return micro > 0, self.last
+
+    @property
+    def state(self) -> dict[int, Hashable]:
+        """The gradients that stay."""
+        return dict(self.gradients.made)
+
+    def after_repeat(self, state: object) -> None:
+        """Keep the same gradients."""
+        self.gradients.made = dict(cast("dict[int, Hashable]", state))
 
     def arrived(self, gradients: list[Hashable]) -> None:
         """Give each gradient to its parameter."""

@@ -5,7 +5,9 @@ requests. Sizes have values for every batch. The engine that runs the block hand
 gradients.
 """
 
+from collections import Counter
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from zeroplan.expr import Size, Values
@@ -65,12 +67,34 @@ class Instruction(NamedTuple):
     """Memory inside a CUDA kernel, which a run on fake tensors does not record."""
 
 
+Program: TypeAlias = tuple[Instruction, ...]
+
+
+class Stretch(NamedTuple):
+    """Requests and releases that a program makes without its engine, up to an instruction that needs it.
+
+    Requests are numbered from the beginning of the program; in a backward, those of its forward's ``saved`` tensors come first.
+    """
+
+    made: tuple[tuple[int, Kind, str, bool], ...]
+    """Bytes, kind, reason, and whether it is scratch."""
+    deeds: tuple[int, ...]
+    """In order: the number of a request, or ``-1 - number`` of a released one."""
+    kept: tuple[tuple[Thing, int], ...]
+    """Tensors that something else releases, and the numbers of their requests."""
+    then: Instruction | None
+
+
 class Sized(NamedTuple):
     """A program's actions for one batch, with the tensors it shares with its neighbours."""
 
-    forward: tuple[Instruction, ...]
-    backward: tuple[Instruction, ...]
+    forward: Program
+    backward: Program
     requested: Requested
+    stretches: tuple[tuple[Stretch, ...], tuple[Stretch, ...]]
+    """Both again, in stretches."""
+    saved: tuple[Thing, ...]
+    """The tensors that the forward requests and only the backward releases."""
 
 
 def block_requests(
@@ -155,7 +179,45 @@ def _sized(requested: Requested, values: Values) -> Sized:
     forward, backward = (
         tuple([_instruction(do, one, sizes[one]) for do, one in actions]) for actions in (requested.forward, requested.backward)
     )
-    return Sized(forward, backward, requested)
+    return Sized(forward, backward, requested, *_in_stretches(forward, backward, requested))
+
+
+def _in_stretches(
+    forward: Program, backward: Program, requested: Requested
+) -> tuple[tuple[tuple[Stretch, ...], tuple[Stretch, ...]], tuple[Thing, ...]]:
+    made = [{one.thing for one in each if one.do is Do.REQUEST} for each in (forward, backward)]
+    shared = (made[0] & made[1]).union(requested[2:6])
+    first, released = _cut(forward, made[0] - shared, {}), {one.thing for one in backward if one.do is Do.RELEASE} - shared
+    saved = Counter([thing for one in first for thing, _ in one.kept if thing in released])
+    ends = zip(saved.items(), accumulate(saved.values()), strict=True)
+    numbers = {thing: range(end - count, end) for (thing, count), end in ends}
+    return (first, _cut(backward, (made[1] - shared) | saved.keys(), numbers)), tuple(saved)
+
+
+def _cut(program: Program, own: set[Thing], numbers: dict[Thing, range]) -> tuple[Stretch, ...]:
+    """Cut a program into stretches. ``own``: tensors that it alone releases; ``numbers`` of those that it begins with."""
+    alive = set[Thing]()
+    for each in program:
+        (alive.add if each.do is Do.REQUEST else alive.discard)(each.thing)
+    own, count, found = own - alive, sum(map(len, numbers.values())), list[Stretch]()
+    made, deeds, kept = list[tuple[int, Kind, str, bool]](), list[int](), list[tuple[Thing, int]]()
+    every: tuple[Instruction | None, ...] = (*program, None)
+    for one in every:
+        if one is not None and one.do is Do.REQUEST:
+            new = range(count, count + (one.pieces if one.size else 0))
+            made += [(one.size, one.kind, one.reason, one.is_scratch)] * len(new)
+            deeds += new
+            count += len(new)
+            if one.thing in own:
+                numbers[one.thing] = new
+            else:
+                kept += [(one.thing, number) for number in new]
+        elif one is not None and one.do is Do.RELEASE and one.thing in own:
+            deeds += [-1 - number for number in numbers.pop(one.thing, ())]
+        else:
+            found.append(Stretch(tuple(made), tuple(deeds), tuple(kept), one))
+            made, deeds, kept = [], [], []
+    return tuple(found)
 
 
 def _size(thing: Thing, values: Values) -> int:

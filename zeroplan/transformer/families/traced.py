@@ -820,12 +820,7 @@ def top(
         return sizes.total(moment.stores) - sizes.element * casts - at_end
 
     def excess_of(some: tuple[Alive, ...]) -> Int:
-        most: Int = 0
-        for moment in some:
-            most = maximum(most, beyond_end(moment))
-        for moment in within.moments:
-            most = maximum(most, beyond_end(moment) + within.n_bytes)
-        return most
+        return maximum(0, *map(beyond_end, some), *[beyond_end(moment) + within.n_bytes for moment in within.moments])
 
     highest = excess_of(top.earlier)
     plain = highest if top.narrow is None else excess_of(top.narrow)
