@@ -336,9 +336,11 @@ def _loaded_weights(reading: Reading) -> None:
     for key in ("torch_dtype", "dtype"):
         table.leave((key,))
     engine, precision = flags.get("engine", Setting("", "")).value, flags["precision"].value
+    own = not isinstance(table, TranslatedTable) and not _has_adapters(table)
+    if own and engine == "ddp" and precision == "bf16-mixed" and (dtype == "auto" or not (dtype or _is_of_trl(table))):
+        reading.notes.append(_AS_STORED)
     if dtype in ("", "float32", "auto") or (engine == "fsdp2" and precision != "fp32"):
         return
-    own = not isinstance(table, TranslatedTable) and not _has_adapters(table)
     if own and engine == "ddp" and dtype == "bfloat16" and precision != "fp16-mixed":
         key = "torch_dtype" if table.data.get("torch_dtype") is not None else "dtype"
         reading.set("precision", key, "bf16", also=() if precision == "fp32" else ("bf16-mixed",))
@@ -347,6 +349,12 @@ def _loaded_weights(reading: Reading) -> None:
         f"weights are loaded as {shown(loaded)}; they are counted in fp32, as training with bf16 or fp16 needs them; set "
         "--precision bf16 if they stay in 16 bits"
     )
+
+
+_AS_STORED = (
+    "transformers 5 loads the model in the dtype of its files, and weights are counted in fp32: add --precision bf16 if the files "
+    "are in 16 bits"
+)
 
 
 def _batch(reading: Reading) -> None:
