@@ -140,7 +140,8 @@ def _per_layer(made: ModelSpec) -> PerLayerSpec:
 
 #: Orders of the kinds of layers in families that have an order of their own.
 _PATTERNS = {
-    "llama4_text": ("LLG", "LDG"), "exaone_moe": ("DLLG", "LLLG"), "lfm2": ("C", "CC*", "*"), "lfm2_moe": ("cC*", "CD"),
+    "llama4_text": ("LLG", "LDG"), "exaone_moe": ("DLLG", "LLLG"), "lfm2": ("C", "CC*", "*"),
+    "lfm2_moe": ("c" + "C*C" * 40, "D" + "C*" * 60),  # dense layers come first only, so the pattern never repeats
     "kimi_linear": ("mM*", "MD", "m"),
 }  # fmt: skip
 

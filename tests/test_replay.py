@@ -481,6 +481,17 @@ def test_what_later_steps_repeat_is_what_they_would_write(
     assert short.replayed() == long.replayed()
 
 
+def test_a_micro_batch_that_keeps_gradients_of_earlier_ones_is_not_repeated(monkeypatch: pytest.MonkeyPatch):
+    """A single rank's gradients stay where the first micro-batch made them, under another key from the last one on."""
+    options = DeepSpeedOptions(overlap_comm=True, contiguous_gradients=False)
+    asked = job(model="gpt2", gpus=1, engine="deepspeed", stage=1, seq_len=128, grad_accum=3, deepspeed=options)
+    short = StepReplay(asked)
+    monkeypatch.setattr(Log, "written_since", lambda *_: None)
+    long = StepReplay(asked)
+    assert short.log.events == long.log.events
+    assert short.replayed() == long.replayed()
+
+
 def test_an_estimate_with_a_replay_has_a_figure_where_it_had_a_band():
     """The replay gives the expected figure, inside a band around its own ends that is narrower than without a replay."""
     one = _job(stage=3)

@@ -14,6 +14,7 @@ from tests.transformer.tiny_configs import tiny_config
 from zeroplan.catalog.config import config_with_notes, model_from_config
 from zeroplan.catalog.config_rest import ONLY, config_keys, harmless_keys, known_keys
 from zeroplan.spec.family import FAMILIES, FREE_ACTIVATION, USUAL_ACTIVATION
+from zeroplan.transformer.parameters import full_layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +58,15 @@ def test_what_a_class_writes_has_no_note_but_of_dropout(family: str) -> None:
     written |= {key: counted for key, (counted, _) in config_keys(family).counted_as.items() if key in written}
     written |= dict.fromkeys(config_keys(family).dropout, 0.0)
     assert notes(written) == ""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("layers", [2, 3, 4, 9])
+def test_an_olmo_hybrid_has_full_attention_where_its_class_has(layers: int) -> None:
+    """A model of fewer layers than a period has it in the last one."""
+    config = tiny_config("olmo_hybrid") | {"num_hidden_layers": layers}
+    kinds = pytest.importorskip("transformers").CONFIG_MAPPING["olmo_hybrid"](**config).layer_types
+    assert [kind == "full_attention" for kind in kinds] == [*full_layers(model_from_config(config))]
 
 
 def harmless(family: str) -> Iterator[tuple[str, object]]:

@@ -14,14 +14,14 @@ import pytest
 from zeroplan import Estimate, JobSpec, MeshSpec, SpecError, estimate, job
 from zeroplan.estimator import replayed_if_tight
 from zeroplan.job_time import time_of
-from zeroplan.planner import Fixed, Plan, cheapest, fewest_gpus, largest_batch, largest_model, longest_sequence, plan
+from zeroplan.planner import Fixed, Plan, cheapest, choose, fewest_gpus, largest_batch, largest_model, longest_sequence, plan
 from zeroplan.planner.asking import Question, ask
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.objectives import TIE, complexity, complexity_of, field, pareto
 from zeroplan.planner.questions import cheaper
 from zeroplan.planner.rules import Rule
 from zeroplan.planner.search import job_at, search
-from zeroplan.planner.space import structures
+from zeroplan.planner.space import easy_room_of, structures
 from zeroplan.report.layout import layout_code
 from zeroplan.resolve import Request
 from zeroplan.spec.recipe import Engine, RecipeSpec
@@ -167,6 +167,27 @@ def test_no_layout_is_faster_than_its_bound():
     near = search(base, fixed, slow_too=False)
     assert max(one.quickest(base, fixed) for one in every.found) == max(one.quickest(base, fixed) for one in near.found)
     assert any(one.rule is Rule.SLOW for one in near.tally.fallen)
+
+
+@pytest.mark.parametrize(
+    ("model", "gpus", "seq_len", "engine"), [("llama-3.1-8b", 1, 1024, None), ("llama-2-7b", 8, 12_288, "deepspeed")]
+)
+def test_no_answer_names_what_needs_over_twice_the_memory(
+    model: str, gpus: int, seq_len: int, engine: Engine | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Except as the smallest of its kind, and as a layout that fits if some of its blocks are recomputed: the best here."""
+    base, fixed = job(model=model, gpu="a100-sxm-40gb", gpus=gpus, seq_len=seq_len), Fixed(engine=engine, global_batch_size=8)
+    every, near = (search(base, fixed, slow_too=False, far_too=far) for far in (True, False))
+    kept = {(one.recipe, one.grid.key) for one in near.found}
+    left = [one for one in every.found if (one.recipe, one.grid.key) not in kept]
+    assert left
+    assert all(one.least_bytes.min() > 2 * easy_room_of(base, fixed) for one in left)
+    found = plan(base, fixed)
+    assert best_job(found).recipe.recompute_layers
+    monkeypatch.setattr(choose, "search", lambda *of, **settings: search(*of, **{**settings, "far_too": True}))
+    whole = plan(base, fixed)
+    assert whole.evaluated > found.evaluated
+    assert replace(whole, evaluated=0, fallen=()) == replace(found, evaluated=0, fallen=())
 
 
 def test_headroom_takes_the_layout_that_needs_least():

@@ -71,6 +71,10 @@ OF_MODELS: list[tuple[Callable[[], object], str]] = [
         "a mixtral model has one width for its experts: intermediate_size=128 and moe_intermediate_size=96 must be the same",
     ),
     (
+        lambda: model("lfm2_moe", moe=MOE, layer_pattern="cC", num_hidden_layers=4),
+        "layer_pattern='cCcC' of an lfm2_moe model: its class has dense layers, c and D, before all others only",
+    ),
+    (
         lambda: model("phi"),
         "head_dim=16 of a phi model has no formula: 32 elements of each are rotated; use more",
     ),

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from zeroplan.estimator import estimate, replayed_if_tight
 from zeroplan.job_time import time_of
-from zeroplan.memo import remembering
+from zeroplan.memo import recalled, remembering
 from zeroplan.planner.bounds import NEARLY
 from zeroplan.planner.chunked import with_more_chunks
 from zeroplan.planner.degrees import degrees
@@ -107,9 +107,9 @@ def plan(
     """
     ask = partial(_answers, base, fixed, objective=objective, mfu=mfu, inexpressible=inexpressible)
     answers, tally, considered = ask()
-    if not answers.fits.any() and any(one.fits(base) for one in answers.found if not one.recipe.offloads):
-        # The search left offload out, because some layouts without it fit. All of these run out of memory in a replay.
-        answers, tally, considered = ask(offload_too=True)
+    if not answers.fits.any() and any(one.fits(base) for one in answers.found):
+        # All that fit run out of memory in a replay. The search may have left offload out, and layouts that need far more.
+        answers, tally, considered = ask(offload_too=True, far_too=True)
     best = _best(answers) if answers.fits.any() else None
     return Plan(
         base=base,
@@ -127,16 +127,18 @@ def plan(
 
 def _answers(
     base: JobSpec, fixed: Fixed, *, objective: Objective, mfu: float | None, inexpressible: Inexpressible | None,
-    offload_too: bool = False,
+    offload_too: bool = False, far_too: bool = False,
 ) -> tuple[_Field, Tally, int]:  # fmt: skip
     """Return all layouts in order with those that fit, the rejected ones, and how many were considered."""
     room, free = _rooms(base, fixed)
     slow_too = objective == "headroom"
-    found, tally = search(base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=slow_too, offload_too=offload_too)
+    found, tally, far = search(
+        base, fixed, mfu=mfu, inexpressible=inexpressible, slow_too=slow_too, offload_too=offload_too, far_too=far_too
+    )
     if not found:
         raise NoLayoutError(_nothing_starts(tally.fallen))
     if objective != "headroom":  # fewer recomputed blocks never save memory
-        found = (*found, *partly_recomputed(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
+        found = (*found, *partly_recomputed(base, found, fixed, far, mfu=mfu, inexpressible=inexpressible))
         found = (*found, *with_more_chunks(base, found, fixed, mfu=mfu, inexpressible=inexpressible))
     layouts = field(found)
     fits, easy = layouts.least_bytes <= room, layouts.comfortable_bytes <= free
@@ -175,7 +177,7 @@ def _that_go_through(answers: _Field) -> _Field:
     in_turn = (*answers.order[fits[answers.order]][:_QUICKEST].tolist(), *smallest[fits[smallest]].tolist())
     ran_out: list[int] = []
     for at in tuple(dict.fromkeys(in_turn))[:_REPLAYED]:
-        if replayed_if_tight(estimate(answers.layout(at).job)).fits:
+        if _goes_through(answers.layout(at).job):
             left = fits if len(ran_out) < _QUICKEST else np.arange(len(fits)) == at  # quicker ones were not replayed
             break
         ran_out.append(at)
@@ -184,6 +186,11 @@ def _that_go_through(answers: _Field) -> _Field:
     left = left.copy()
     left[ran_out] = False
     return answers._replace(fits=left)
+
+
+def _goes_through(job: JobSpec) -> bool:
+    """Whether a job's replayed step has enough memory. A plan that asks twice replays it once."""
+    return recalled(lambda: (_goes_through, job), lambda: bool(replayed_if_tight(estimate(job)).fits))
 
 
 #: The most tight layouts that are replayed in the order of speed, and in total. A replay takes tenths of a second.

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from zeroplan.errors import SpecError
+from zeroplan.planner.bounds import Bounds
 from zeroplan.planner.degrees import is_balanced
 from zeroplan.planner.objectives import TIE
 from zeroplan.planner.partly import fastest, needed, only, rates_of
@@ -37,6 +38,7 @@ def with_more_chunks(
     room = room if any(bool((one.comfortable_bytes <= room).any()) for one in found) else room_of(base)
     quickest, made = fastest(found, need, room), list[Found]()
     pipelines = [one for one in found if one.recipe.engine == "megatron" and one.grid.pp > 1]
+    bounds = Bounds(base, fixed, mfu)
     near = [
         (float(rates_of(one)[at]), number, int(at))
         for number, one in enumerate(pipelines)
@@ -46,6 +48,8 @@ def with_more_chunks(
         grid = only(pipelines[number].grid, at)
         for recipe in _in_other_chunks(base, pipelines[number].recipe, grid):
             if inexpressible is not None and inexpressible(recipe, grid.degrees):
+                continue
+            if float(bounds.most_tokens_per_s(recipe, grid)[0]) <= (1 + TIE) * quickest:
                 continue
             one = _figures(base, recipe, grid, mfu)
             if one is not None and int(need(one)[0]) <= room and float(rates_of(one)[0]) > (1 + TIE) * quickest:

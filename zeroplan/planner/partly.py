@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroplan.errors import SpecError
+from zeroplan.planner.bounds import Bounds
 from zeroplan.planner.objectives import TIE
-from zeroplan.planner.search import Found, Inexpressible, evaluated, job_at
+from zeroplan.planner.search import Far, Found, Inexpressible, evaluated, job_at
 from zeroplan.planner.space import WHOLE, Column, Fixed, Grid, easy_room_of, room_of
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.recipe import RecipeSpec
@@ -36,11 +37,12 @@ class _Candidate(NamedTuple):
 
 
 def partly_recomputed(
-    base: JobSpec, found: Sequence[Found], fixed: Fixed, *, mfu: float | None = None, inexpressible: Inexpressible | None = None
-) -> tuple[Found, ...]:
+    base: JobSpec, found: Sequence[Found], fixed: Fixed, far: Far, *, mfu: float | None = None,
+    inexpressible: Inexpressible | None = None,
+) -> tuple[Found, ...]:  # fmt: skip
     """Return layouts that recompute as few blocks as fit, each clearly faster than all known before.
 
-    Returns none if the user has fixed recomputation.
+    Returns none if the user has fixed recomputation. ``far``: structures that were not evaluated without recomputation.
     """
     if fixed.recompute is not None or fixed.recompute_layers is not None or base.cluster.gpu is None:
         return ()
@@ -48,6 +50,7 @@ def partly_recomputed(
     need = needed(found, room)
     room = room if any(one.quickest(base, fixed) for one in found) else room_of(base)
     quickest = fastest(found, need, room)
+    found = (*found, *_worth_evaluating(base, found, fixed, far, need, room, quickest, mfu))
     chances = sorted(_candidates(base, found, need, room), key=lambda one: -one.tokens_per_s)
     made: list[Found] = []
     for chance in chances[:_CLOSELY]:
@@ -100,6 +103,25 @@ def _candidates(base: JobSpec, found: Sequence[Found], need: Need, room: int) ->
             enough = min(layers, int(share * layers) + 1)
             seconds = (1 - enough / layers) / rates[at] + enough / layers / slower[at]
             yield _Candidate(every.recipe, only(every.grid, int(at)), enough, float(1 / seconds))
+
+
+def _worth_evaluating(
+    base: JobSpec, found: Sequence[Found], fixed: Fixed, far: Far, need: Need, room: int, quickest: float, mfu: float | None
+) -> Iterator[Found]:
+    """Yield the figures without recomputation of those structures that may be clearly faster if only some blocks recompute.
+
+    A lower bound of their memory is one of the share of blocks to recompute, too.
+    """
+    bounds = Bounds(base, fixed, mfu)
+    for every in found if far else ():
+        recipe, little = replace(every.recipe, recompute="none"), need(every)
+        much, fits = far.get((recipe, every.grid.key)), little <= room
+        if much is None or every.recipe.recompute == "none" or not fits.any():
+            continue
+        share = np.minimum(1.0, (much - room)[fits] / (much - little)[fits])
+        rates = bounds.most_tokens_per_s(recipe, every.grid)[fits], rates_of(every)[fits]
+        if (((1 - share) / rates[0] + share / rates[1]) * (1 + TIE) * quickest < 1).any():
+            yield evaluated(base, recipe, every.grid, mfu=mfu)
 
 
 def _is_modelled(base: JobSpec, every: Found) -> bool:

@@ -1,9 +1,11 @@
 """Computes memory and step time of every layout. The formulas run once per structure, over columns of numbers."""
 
 import gc
+import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -11,13 +13,14 @@ from numpy.typing import NDArray
 
 from zeroplan.engines.account import Account
 from zeroplan.engines.device import communicators, outside_beside, reserved_as_seen, total_band, workspace_lines
+from zeroplan.engines.passes import passes
 from zeroplan.engines.precisions import widths
 from zeroplan.engines.reserved_shares import shares_of, with_missed
 from zeroplan.errors import SpecError
 from zeroplan.estimator import Needed, counted_model, engine_module, flattened_through_the_host, flattens_on_the_gpu
 from zeroplan.ledger import Band, Moment, Phase, total_bytes
 from zeroplan.memo import recalled, remembering
-from zeroplan.numeric import Int, for_each_value
+from zeroplan.numeric import Int, for_each_value, weighted
 from zeroplan.planner.bounds import NEARLY, Bounds
 from zeroplan.planner.degrees import degrees_of, scheduled
 from zeroplan.planner.rules import Rule, Tally
@@ -28,7 +31,7 @@ from zeroplan.spec.described import JobParts
 from zeroplan.spec.hardware import GpuSpec
 from zeroplan.spec.job import JobSpec
 from zeroplan.spec.padding import is_modelled_padded
-from zeroplan.spec.recipe import RecipeSpec, ways_of_resharding
+from zeroplan.spec.recipe import ADAM, RecipeSpec, ways_of_resharding
 from zeroplan.spec.split import may_split, shards_of_experts_are_even, widths_of_experts
 from zeroplan.steptime import step_time
 from zeroplan.timeline import expected_bytes, own_pools
@@ -61,11 +64,16 @@ class Found(NamedTuple):
         return float((self.grid.tokens / self.seconds)[easy].max(initial=0.0))
 
 
+#: Structures that were not evaluated because their blocks keep too many activations, and a lower bound of their memory. [bytes]
+Far = dict[tuple[RecipeSpec, tuple[object, ...]], Column]
+
+
 class Searched(NamedTuple):
     """All evaluated structures, and the rejected layouts."""
 
     found: tuple[Found, ...]
     tally: Tally
+    far: Far
 
 
 #: Returns the setting or degrees that the requested file format cannot express, in words; empty if it can express all.
@@ -80,16 +88,22 @@ def search(
     inexpressible: Inexpressible | None = None,
     slow_too: bool = True,
     offload_too: bool = False,
+    far_too: bool = True,
 ) -> Searched:
     """Return the figures of every layout that some engine can start. ``base`` has the model, the GPUs and the sequence length.
 
     If nothing fits with the margin, the search also tries unusual degrees and smaller buckets. Offload costs time, so the search
     tries it only if nothing fits without it, on request (``offload_too``), or if GPUs are joined only by PCIe. ``slow_too``: also
-    pipelines that cannot be nearly as fast as a layout that fits.
+    pipelines that cannot be nearly as fast as a layout that fits. ``far_too``: also layouts that need over twice the GPU's memory
+    (:func:`_is_far`), which are always evaluated if nothing fits.
     """
     bounds = None if slow_too else Bounds(base, fixed, mfu)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, {}, bounds=bounds, far_too=far_too)
     with remembering(), without_garbage_collection():
-        return _search(_Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds), offload_too=offload_too)
+        answer = _search(space, offload_too=offload_too)
+        if far_too or any(one.fits(base) for one in answer.found):
+            return answer
+        return _search(space._replace(tally=Tally(), far={}, far_too=True), offload_too=offload_too)
 
 
 @contextmanager
@@ -109,7 +123,7 @@ def faster_than(
 ) -> tuple[Found, ...]:
     """Return layouts without offload, including all that fit easily and exceed this rate. [tokens/s of a GPU]"""
     bounds = Bounds(base, fixed, mfu)
-    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, bounds=bounds, quickest=NEARLY * rate)
+    space = _Space(base, fixed, Tally(), mfu, inexpressible, {}, {}, bounds=bounds, quickest=NEARLY * rate)
     with remembering(), without_garbage_collection():
         return tuple(_searched(space, offload=False))
 
@@ -127,7 +141,7 @@ def _search(space: "_Space", *, offload_too: bool) -> Searched:
     if not found and any(one.rule is Rule.WEIGHTS for one in tally.fallen):  # to report the closest layouts
         tally = Tally()
         found += _searched(space._replace(tally=tally, wide=True, whatever_weighs=True), offload=False)
-    return Searched(tuple(found), tally)
+    return Searched(tuple(found), tally, space.far)
 
 
 def _with_whole_sequences(space: "_Space", found: Sequence[Found]) -> list[Found]:
@@ -188,6 +202,7 @@ class _Space(NamedTuple):
     inexpressible: Inexpressible | None
     known: dict[Hashable, _Runnable]
     """Runnable layouts by what they depend on. Most recipes share them."""
+    far: Far
     wide: bool = False
     """Whether to try unusual degrees and smaller buckets too."""
     whatever_weighs: bool = False
@@ -195,6 +210,8 @@ class _Space(NamedTuple):
     """The rate of the fastest layout that is known to fit. [tokens/s of a GPU]"""
     bounds: Bounds | None = None
     """Upper bounds of pipelines' rates; None to evaluate slow pipelines too."""
+    far_too: bool = True
+    """Whether to evaluate layouts that are known to need over twice the GPU's memory."""
 
     def runnable(self, recipe: RecipeSpec, split: Degrees) -> _Runnable:
         """Return the layouts of a recipe that divide evenly."""
@@ -208,45 +225,118 @@ class _Space(NamedTuple):
 
 def _searched(space: _Space, *, offload: bool) -> Iterator[Found]:
     base, fixed = space.base, space.fixed
-    quickest = space.quickest
+    quickest, smallest = space.quickest, sys.maxsize
     every = (
         (structure, split)
         for structure in structures(base, fixed, offload=offload, wide=space.wide)
         for split in degrees_of(structure, base, fixed, wide=space.wide)
     )
-    for structure, split in counted(sorted(every, key=_is_slow)):
+    for structure, split in counted(sorted(every, key=partial(_turn, space))):
         missing = "" if space.inexpressible is None else space.inexpressible(structure, split)
         if missing:
             space.tally.cut(Rule.EMITTED, numbers(structure, base, fixed, split).grid.layouts, missing)
             continue
         for recipe in scheduled(structure, split, fixed, base.model.num_hidden_layers):
-            for found in _evaluate_structure(space, recipe, split, quickest):
+            for found in _evaluate_structure(space, recipe, split, quickest, smallest):
                 quickest = max(quickest, found.quickest(base, fixed))
+                if recipe.engine == "megatron" and split.cp == 1:
+                    smallest = min(smallest, int(found.least_bytes.min()))
                 yield found
 
 
-def _is_slow(one: tuple[RecipeSpec, Degrees]) -> bool:
-    """Whether layouts are evaluated one by one. They come last, when the rate to beat is known."""
-    return one[0].engine != "megatron" and one[1].pp > 1
+def _turn(space: _Space, one: tuple[RecipeSpec, Degrees]) -> tuple[bool, int]:
+    """Sort key: layouts that are evaluated one by one come last, when the rate to beat is known.
+
+    Of Megatron's layouts that all need too much memory, those that split the model most come first: one of them needs least.
+    """
+    recipe, split = one
+    far = recipe.engine == "megatron" and _is_far(space, recipe)
+    return recipe.engine != "megatron" and split.pp > 1, -split.tp * split.ep if far else 0
 
 
-def _evaluate_structure(space: _Space, recipe: RecipeSpec, split: Degrees, quickest: float) -> Iterator[Found]:
+def _is_far(space: _Space, recipe: RecipeSpec) -> bool:
+    """Whether all layouts of a recipe need over twice the memory, so that an answer names only those that need least."""
+    room = room_of(space.base) if recipe.engine == "megatron" else easy_room_of(space.base, space.fixed)
+    return not space.far_too and _share_of_states(space, recipe) > 2 * room
+
+
+def _share_of_states(space: _Space, recipe: RecipeSpec) -> int:
+    """Return a lower bound of some rank's states: its share of all weights, gradients and Adam's states. [bytes]
+
+    The optimizer's step needs all of them, however they are split. Megatron has 16-bit weights and fp32 gradients beside the
+    optimizer's twelve bytes. With offload, and with options that keep less, the bound is 0.
+    """
+    base, width = space.base, widths(recipe.precision)
+    narrow = base.model.is_quantised or recipe.fsdp2.step_in_backward or recipe.optimizer not in ADAM
+    if recipe.offloads or narrow or (recipe.engine == "megatron" and not (space.fixed.megatron is None and width.mixed)):
+        return 0
+    each = 18 if recipe.engine == "megatron" else 4 * width.stored
+    return each * trained_count(base.model) // base.mesh.world_size
+
+
+def _keeps_too_much(space: _Space, recipe: RecipeSpec, grid: Grid) -> bool:
+    """Whether states and the blocks' activations need over twice the memory under DeepSpeed's stage 3.
+
+    DeepSpeed holds its states at all times. Its evaluation takes longest.
+    """
+    base = space.base
+    if space.far_too or recipe.recompute != "none" or (recipe.engine, recipe.zero_stage) != ("deepspeed", 3):
+        return False
+    job_at(base, recipe, grid, 0)  # raises SpecError as for a single job
+    kinds = passes(counted_model(base.model, recipe), recipe, grid).kinds
+    kept = grid.row(weighted([len(one.blocks) for one in kinds], [one.kept_bytes for one in kinds]))
+    least = kept + _share_of_states(space, recipe)
+    if least.min() <= 2 * easy_room_of(base, space.fixed):
+        return False
+    space.far[recipe, grid.key] = least
+    return True
+
+
+def _ruled_out(space: _Space, recipe: RecipeSpec, grid: Grid, smallest: int) -> Rule | None:
+    """Return the rule that rejects a whole structure before any of it is evaluated."""
+    base = space.base
+    if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, grid.degrees):
+        return Rule.WEIGHTS
+    if _is_far(space, recipe) and not _may_need_least(base, recipe, grid, smallest):
+        return Rule.MEMORY
+    if grid.pp > 1 and recipe.engine == "fsdp2" and space.fixed.pp is None and _share_of_states(space, recipe) > room_of(base):
+        return Rule.MEMORY  # as in _with_room, before anything is made
+    engine_refuses = space.tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid)
+    return Rule.ENGINE if engine_refuses else None  # the message of the first refusal is known
+
+
+def _may_need_least(base: JobSpec, recipe: RecipeSpec, grid: Grid, smallest: int) -> bool:
+    """Whether a layout may need least of those that an answer names even if they do not fit. ``smallest``: Megatron's so far."""
+    if recipe.engine != "megatron":
+        return recipe.engine == "fsdp2" and grid.degrees == WHOLE
+    if grid.pp > 1 or grid.cp > 1:
+        return False
+    from zeroplan.engines.megatron import states_of_rank  # noqa: PLC0415  only this engine needs it
+
+    return bool(np.min(total_bytes(states_of_rank(0, JobParts(base.model, recipe, grid, grid)))) <= smallest)
+
+
+def _evaluate_structure(
+    space: _Space, recipe: RecipeSpec, split: Degrees, quickest: float, smallest: int
+) -> Iterator[Found]:  # fmt: skip
     base, fixed, tally = space.base, space.fixed, space.tally
     grid, cuts = space.runnable(recipe, split)
     for rule, layouts in cuts:
         tally.cut(rule, layouts)
     if space.bounds is not None and quickest and grid.layouts and (split.pp > 1 or space.quickest):
         grid = _near(space.bounds, space, recipe, grid, quickest)
-    if not space.whatever_weighs and weights_alone_are_too_large(base, recipe, split):
-        tally.cut(Rule.WEIGHTS, grid.layouts)
-    elif tally.has(Rule.ENGINE) and not may_split(base.model, recipe.engine, grid):
-        tally.cut(Rule.ENGINE, grid.layouts)  # the message of the first refusal is known
+    ruled_out = _ruled_out(space, recipe, grid, smallest)
+    if ruled_out is not None:
+        tally.cut(ruled_out, grid.layouts)
     elif grid.layouts:
         try:
             ranks = _pipelines(base, recipe, grid) if split.pp > 1 and recipe.engine != "megatron" else None
             if ranks is not None and fixed.pp is None:
                 grid = _with_room(base, recipe, grid, tally, ranks)
             for program, part in _programs(base, fixed, recipe, grid) if grid.layouts else ():
+                if _keeps_too_much(space, program, part):
+                    tally.cut(Rule.MEMORY, part.layouts)
+                    continue
                 one = _once(space, program, part, ranks)
                 tally.cut(Rule.MEMORY, part.layouts - one.grid.layouts)
                 if one.grid.layouts:

@@ -586,6 +586,10 @@ class ModelSpec(Spec):
         if bool(self.layer_pattern) != (self.family in PATTERNED) or not set(own) <= set(known):
             wanted = f"write a letter for each layer, one of {known}" if self.family in PATTERNED else "leave it out"
             raise SpecError(f"layer_pattern={self.layer_pattern!r} of a {self.family} model: {wanted}")
+        if self.family == "lfm2_moe" and {*"cD"} & {*self.letters.lstrip("cD")}:
+            raise SpecError(
+                f"layer_pattern={self.letters!r} of an lfm2_moe model: its class has dense layers, c and D, before all others only"
+            )
         if self.family == "exaone_moe" and self.sliding_window is None:
             raise SpecError("an exaone_moe model always has a window; write sliding_window")
         if of_one_module and (self.moe is None) == ("E" in self.layer_pattern):

@@ -68,13 +68,17 @@ WITH_STATES = ("linear", "dense_linear", "beside", "beside_normed")
 
 
 def full_layers(model: ModelSpec) -> tuple[bool, ...]:
-    """Return whether each layer has full attention, in models where others have a window or linear attention; else nothing."""
+    """Return whether each layer has full attention, in models where others have a window or linear attention; else nothing.
+
+    An OLMo Hybrid of fewer layers than a period has it in its last layer (transformers 5.23, configuration_olmo_hybrid.py).
+    """
     layers = range(model.num_hidden_layers)
     if model.max_window_layers:
         return tuple(layer < model.max_window_layers for layer in layers)
     if model.per_layer is not None:
         return tuple((layer + 1) % model.per_layer.global_every == 0 for layer in layers)
-    return tuple(is_global(model.family, layer) for layer in layers) if model.family in GLOBAL_LAYERS else ()
+    found = tuple(is_global(model.family, layer) for layer in layers) if model.family in GLOBAL_LAYERS else ()
+    return (*found[:-1], True) if model.family == "olmo_hybrid" and not any(found) else found
 
 
 def kind_of_first(model: ModelSpec) -> str:

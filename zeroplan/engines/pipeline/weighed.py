@@ -31,7 +31,7 @@ from zeroplan.engines.pipeline.waiting import Rank, highest_of_alike, sizes_of, 
 from zeroplan.engines.pipeline.walk import State
 from zeroplan.engines.precisions import widths
 from zeroplan.ledger import Kind, Line
-from zeroplan.memo import Computed, recalled
+from zeroplan.memo import recalled
 from zeroplan.spec.batch import Batch, Numbers, of_a_rank
 from zeroplan.spec.mesh import MeshSpec
 from zeroplan.spec.model import ModelSpec
@@ -106,11 +106,10 @@ class Weigher:
         plain = replace(self.here.recipe, pipeline_schedule=None, pipeline_stages_per_rank=None, pipeline_layers=None)
         self.is_plain = _is_plain(model, self.here.recipe)
         self._alike = recalled(lambda: (Weigher, plain), lambda: plain)  # one object for all that are equal
-        self._ranks = Computed["tuple[int, Numbers]", WeighedRank](lambda key: WeighedRank(self, *key))
 
     def rank(self, number: int, batch: Numbers) -> "WeighedRank":
         """Return one of the ranks with a batch."""
-        return self._ranks[number, batch]
+        return recalled(lambda: (self, number, batch), lambda: WeighedRank(self, number, batch))
 
     def least_bytes(self, number: int) -> int:
         """Return a lower bound of a rank's peak with any batch: its shards of weights, gradients and Adam's states. [bytes]
@@ -210,15 +209,22 @@ class WeighedRank:
         return any(total(waiting) > n_bytes for _, waiting, _ in self._at_most)
 
     def exceeds(self, n_bytes: int) -> bool:
-        """Whether the peak exceeds this many bytes. A bound often decides this quickly."""
-        return (self.bound_bytes is None or self.bound_bytes > n_bytes) and self.peak_bytes > n_bytes
+        """Whether the peak exceeds this many bytes. A bound often decides this quickly, or the first pass that exceeds them."""
+        if self.bound_bytes is not None and self.bound_bytes <= n_bytes:
+            return False
+        return bool(self._highest(pools=False, up_to=n_bytes).peak_bytes > n_bytes)
 
-    def _highest(self, *, pools: bool) -> Highest:
-        """Return the peak, and the pools if requested. Skips passes whose bound is below the peak so far."""
+    def _highest(self, *, pools: bool, up_to: int = sys.maxsize) -> Highest:
+        """Return the peak, and the pools if requested; with ``up_to`` the first peak above so many bytes.
+
+        Skips passes whose bound is below the peak so far.
+        """
         if not self.of.is_plain:
             return self._by_lines
         found = _highest(self._at_the_step)
         for state, waiting, most in sorted(self._at_most, key=_most_first):
+            if found.peak_bytes > up_to:
+                break
             if most is not None and _is_below(most, found, pools=pools):
                 continue
             taken = self.worked[state.chunk].taken(state)

@@ -121,12 +121,7 @@ class Step(UnitPass):
     @property
     def shards(self) -> list[Hashable]:
         """The keys of this rank's gradients."""
-        return [key for unit in self.every_unit for key in self.keys("shard", unit)]
-
-    @staticmethod
-    def keys(what: str, unit: Unit) -> list[Hashable]:
-        """Return the keys of a unit's groups for one purpose."""
-        return [(what, unit.name, index) for index, _ in enumerate(unit.parts.groups)]
+        return [("shard", unit.name, index) for unit in self.every_unit for index, _ in enumerate(unit.parts.groups)]
 
     def request_shards(self) -> list[LocalTensor]:
         """Request all permanent memory but the optimizer's states; return the tensors that the optimizer updates."""

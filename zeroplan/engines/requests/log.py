@@ -95,14 +95,23 @@ class Log:
         """The numbers of events, requests, spans and calls so far."""
         return len(self.events), len(self.requests), len(self.spans), len(self.calls)
 
-    def written_since(self, start: tuple[int, int, int, int]) -> Part | None:
-        """Return what was written since; None if it cannot be repeated: it waits, or it releases what was there before."""
+    def standing(self, before: int) -> dict[Hashable, list[int]]:
+        """Return what is held of the requests before one, by key."""
+        found = {key: [place for place in held if place < before] for key, held in self.held.items()}
+        return {key: places for key, places in found.items() if places}
+
+    def written_since(self, start: tuple[int, int, int, int], standing: dict[Hashable, list[int]]) -> Part | None:
+        """Return what was written since; None if it cannot be repeated: it waits, or changes what was ``standing`` before."""
         first, events = start[1], self.events[start[0] :]
         places = {key: tuple([place for place in held if place >= first]) for key, held in self.held.items()}
         left = tuple([(key, own) for key, own in places.items() if own])
         gone = sorted([-1 - event for event in events if event < 0] + [place for _, own in left for place in own])
         waits = any(at >= start[0] for at in self.waits) or any(place >= first for place in self.marked)
-        return None if waits or gone != [*range(first, len(self.requests))] else Part(start, self.ends, left)
+        return (
+            None
+            if waits or self.standing(first) != standing or gone != [*range(first, len(self.requests))]
+            else Part(start, self.ends, left)
+        )
 
     def stretches(self, *cuts: int) -> Iterator[tuple[int, int, Part | None]]:
         """Yield the log in stretches, each with its first event, its end, and the part that it is a copy of, or that was copied.
@@ -249,7 +258,7 @@ class Log:
 
     def bytes_of(self, key: Hashable) -> int:
         """Return the size of everything under a key. [bytes]"""
-        return sum(self.requests[place].n_bytes for place in self.held.get(key, ()))
+        return sum([self.requests[place].n_bytes for place in self.held.get(key, ())])
 
     def has(self, key: Hashable) -> bool:
         """Whether a key holds anything."""

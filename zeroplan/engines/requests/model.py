@@ -147,9 +147,10 @@ class ModelPass:
             self.log.repeat(part, step)
             self.after_repeat(state)
             return
+        standing = {} if kind is None else self.log.standing(start[1])
         self.forward()
         self.backward()
-        if kind is not None and (found := self.log.written_since(start)) is not None:
+        if kind is not None and (found := self.log.written_since(start, standing)) is not None:
             self._parts[kind] = found, self.state
 
     # --- what an engine does ------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from typing import Literal, NamedTuple
 
 from zeroplan.numeric import Bool, Int, ceil_div, maximum, minimum, where
 from zeroplan.spec.batch import Batch
-from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, TO_ALL_LAYERS, WITHOUT_SDPA, is_global
+from zeroplan.spec.family import GLOBAL_LAYERS, MASKS_ALL, TO_ALL_LAYERS, WITHOUT_SDPA
 from zeroplan.spec.model import LinearSpec, MlaSpec, ModelSpec, MoeSpec
 from zeroplan.spec.recipe import EVEN, Attention
 from zeroplan.transformer.blocks import Compute
+from zeroplan.transformer.parameters import full_layers
 
 #: Symbols of the widths that tensor-parallel ranks split.
 SPLIT = ("a", "q", "k", "v", "c", "f", "V")
@@ -85,7 +86,7 @@ def kinds_of_layers(model: ModelSpec) -> int:
     """
     if model.family not in GLOBAL_LAYERS:
         return 1
-    return len({is_global(model.family, layer) for layer in range(model.num_hidden_layers)})
+    return len({*full_layers(model)})
 
 
 def is_masked(model: ModelSpec, x: Widths, kind: str = "") -> Bool:
