@@ -117,7 +117,7 @@ def course(*blocks: int) -> CourseMeasured:
      [("forward of a block", "forward of a block", 11, ()), ("forward of the final norm", "loss forward", 9, ()),
       ("backward of the loss", "backward of the final norm", 7, ()),
       ("backward of a block: second MLP projection", "backward of a block: norm before attention", 111, ()),
-      ("embedding gathered for its backward", "end of backward: last bucket reduced", 9, ())]),
+      ("gathered for the backward before the blocks: transformer.wpe.weight", "end of backward: last bucket reduced", 9, ())]),
 ], ids=["FSDP2", "DDP", "DeepSpeed"])  # fmt: skip
 def test_a_run_lies_over_the_moments_of_its_blocks(
     asked: dict[str, object], levels: list[tuple[str, str, int, tuple[int, ...]]]
