@@ -29,6 +29,14 @@ def test_the_optimizer_is_in_host_memory_with_a_copy_of_weights_and_gradients(st
     assert host[Kind.PARAMETERS] == 2 * share
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_offloaded_optimizer_has_contiguous_buckets_whatever_is_asked(stage: int):
+    """DeepSpeed 0.19.8, stage_1_and_2.py: ``self.contiguous_gradients = contiguous_gradients or self.cpu_offload``."""
+    away = DeepSpeedOptions(offload_optimizer="cpu")
+    both = DeepSpeedOptions(contiguous_gradients=False, offload_optimizer="cpu")
+    assert asked(stage, deepspeed=both).engine_moments == asked(stage, deepspeed=away).engine_moments
+
+
 def test_pinned_memory_is_rounded_up_to_powers_of_two():
     share = asked().parameters // 8
     pinned = [4 * share, 4 * share, 2 * share, 2 * 32000 * 4096]

@@ -446,7 +446,7 @@ class DeepSpeedOptions(Spec):
     overlap_comm: bool | None = None
     """``None``: True at stage 3, False below."""
     contiguous_gradients: bool = True
-    """Gradients are copied into one flat bucket as they arrive."""
+    """Gradients are copied into one flat bucket as they arrive; at stages 1 and 2 always if the optimizer is in host memory."""
     reduce_scatter: bool = True
     """DeepSpeed reduces each part of a bucket to the rank that owns it, through a copy if several do; False: one all-reduce."""
     compute_grad_norm: bool = True
