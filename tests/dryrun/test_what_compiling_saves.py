@@ -32,4 +32,6 @@ def test_the_page_has_the_peak_of_each_compiled_part(compiled: tuple[str, ...], 
 def test_the_page_has_the_peak_of_the_evaluation(tmp_path: Path):
     answer = dry_run("--gpus", "8", "--", str(SCRIPTS / "compiled_blocks.py"), "evaluate", folder=tmp_path).answer
     (evaluation,) = (one for one in answer["phases"] if one["phase"] == "evaluation")
-    assert f"the evaluation peaks at {evaluation['peak_bytes'] / _GIB:.2f} GiB" in " ".join(PAGE.read_text(encoding="utf-8").split())
+    assert f"the evaluation peaks at {evaluation['peak_bytes'] / _GIB:.2f} GiB" in " ".join(
+        PAGE.read_text(encoding="utf-8").split()
+    )

@@ -306,21 +306,12 @@ class ModelSpec(Spec):
         repeated = self.layer_pattern * -(-self.num_hidden_layers // max(1, len(self.layer_pattern)))
         return repeated[: self.num_hidden_layers]
 
-    @lru_cache(maxsize=256)  # noqa: B019  as many models as other caches keep
     def of_kind(self, kind: str) -> "ModelSpec":
         """Return the model with the heads that its layers of this kind have, and the width of their MLP.
 
         For layers of full attention the heads change places with those of layers with a window.
         """
-        if not self.global_head_dim:
-            return self
-        own: dict[str, int] = {}
-        if kind.startswith("global"):
-            own = {"head_dim": self.global_head_dim, "num_key_value_heads": self.global_key_value_heads}
-            own |= {"global_head_dim": self.head_dim, "global_key_value_heads": self.num_key_value_heads}
-        if self.per_layer is not None and self.per_layer.wide_mlp and kind.endswith(SHARED_KEYS):
-            own["intermediate_size"] = 2 * self.intermediate_size
-        return replace(self, **own) if own else self  # type: ignore[arg-type]  # sizes alone
+        return _of_kind(self, kind) if self.global_head_dim else self
 
     @property
     def has_experts(self) -> bool:
@@ -621,3 +612,14 @@ class ModelSpec(Spec):
                 f"a {self.family} model has one width for its experts: intermediate_size={self.intermediate_size} and "
                 f"moe_intermediate_size={self.moe.moe_intermediate_size} must be the same"
             )
+
+
+@lru_cache(maxsize=256)
+def _of_kind(model: ModelSpec, kind: str) -> ModelSpec:
+    own: dict[str, int] = {}
+    if kind.startswith("global"):
+        own = {"head_dim": model.global_head_dim, "num_key_value_heads": model.global_key_value_heads}
+        own |= {"global_head_dim": model.head_dim, "global_key_value_heads": model.num_key_value_heads}
+    if model.per_layer is not None and model.per_layer.wide_mlp and kind.endswith(SHARED_KEYS):
+        own["intermediate_size"] = 2 * model.intermediate_size
+    return replace(model, **own) if own else model  # type: ignore[arg-type]  # sizes alone
