@@ -87,6 +87,7 @@ def test_a_workflow_doubles_the_pairs_of_a_file_once(run: Run, tmp_path: Path):
         "beta": 0.1,
         "max_length": 64,
         "bf16": True,
+        "gradient_checkpointing": False,
     }
     (tmp_path / "dpo.json").write_text(json.dumps(data))
     flags = ["--model", "Qwen/Qwen2.5-0.5B", "--micro-batch", 3, "--seq-len", 64, "--precision", "bf16-mixed", "--engine", "ddp",
