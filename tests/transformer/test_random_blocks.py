@@ -34,6 +34,7 @@ WRITTEN_OUT = ("llama", "mistral", "qwen2", "qwen3", "olmo2", "granite", "gpt2",
 def drawn(draw: Random, family: str) -> tuple[ModelSpec, BatchSpec]:
     heads, head_dim = draw.choice((2, 4, 8)), draw.choice((8, 16, 32)) + TRAITS[family].rotary_width
     kv_heads = draw.choice([number for number in (1, 2, 4, 8) if heads % number == 0])
+    kv_heads = 1 if family == "falcon" else kv_heads
     wide = family in FILLING_HEADS or draw.randint(0, 1)
     hidden, ffn = heads * head_dim if wide else draw.choice((40, 72, 160)), draw.choice((2, 3, 4)) * heads * head_dim
     size = BatchSpec(micro_batch_size=draw.choice((1, 2, 3)), seq_len=draw.choice((32, 64, 96, 200)))
