@@ -625,7 +625,7 @@ def _of_stacked(model: ModelSpec, kind: str | None) -> str:
 
 
 def _loaded_in_fp32(job: JobSpec, request: Request) -> str:
-    """Return a note if the release loads the frozen weights in fp32 unless the script says otherwise, and nobody said so."""
+    """Return a note if the user's transformers may have loaded the frozen weights in fp32 and the user did not set their dtype."""
     adapter, recipe = job.model.adapter, job.recipe
     if adapter is None or adapter.quantize != "none" or request.lora_base or recipe.engine not in ("ddp", "fsdp2"):
         return ""
